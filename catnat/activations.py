@@ -19,8 +19,6 @@ dtype and on the device of the scores, None where every C is 0. ``is_fused`` say
 know the formula, and that a(0) is exactly 1/2.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable
@@ -32,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from catnat.numerics import largest_score, log_never
+from catnat.tree import Sides
 
 DEFAULT_TAIL = 0.05
 """Tail of natural where its name alone is given for a likelihood of labels."""
@@ -58,7 +57,7 @@ class SigmoidActivation(_OfCenters):
         """x = log(right / left); far out, but finite, where left or right is 0."""
         return _floored_log(right) - _floored_log(left)
 
-    def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+    def log_activation(self, scores: Tensor, constants: Tensor | None) -> Sides:
         """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
         x, _ = _centered(scores, constants)
         # Up to the threshold softplus is log1p(exp(x)): small values keep their relative accuracy.
@@ -162,11 +161,13 @@ class NaturalActivation:
         upper = above < below  # not torch.minimum: its gradient at a tie (s = C) would vanish
         return torch.where(upper, above, below), upper
 
-    def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+    def log_activation(self, scores: Tensor, constants: Tensor | None) -> Sides:
         """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one."""
         distance, upper = self.distance(scores, constants)
-        theta, outside = self._angle(distance)
-        sine = torch.sin(theta)
+        outside = distance <= self.joint  # on an edge or beyond it, or in the tail
+        theta = distance * (self.rate / 2)
+        theta = torch.where(theta < 1e-30, 1e-30, theta)  # steep, but finite; keeps NaN
+        sine = torch.sin(torch.where(outside, 1.0, theta))
         rare = torch.where(outside, log_never(sine.dtype), 2 * torch.log(sine))
         likely = torch.where(outside, 0.0, torch.log1p(-sine * sine))
         if self.tail:
@@ -189,16 +190,6 @@ class NaturalActivation:
             information = torch.where(outside, steep * (steep * (p / (1 - p))), information)
         return information
 
-    def _angle(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """theta, and whether the score is outside: on an edge or beyond it, or in the tail.
-
-        theta is at least 1e-30, and 1 outside, where the callers do not use it.
-        """
-        outside = distance <= self.joint
-        theta = distance * (self.rate / 2)
-        theta = torch.where(theta < 1e-30, 1e-30, theta)  # steep, but finite; keeps NaN
-        return torch.where(outside, 1.0, theta), outside
-
     def _tail_log(self, distance: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
         """log p of the rarer bit in the tail, and where it was cut off at the largest score."""
         bound = largest_score(distance.dtype)
@@ -219,7 +210,7 @@ class CustomActivation(_OfCenters):
 
     is_fused: ClassVar[bool] = False
 
-    function: Callable[[Tensor], tuple[Tensor, Tensor]]
+    function: Callable[[Tensor], Sides]
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
         """x by search, |x| <= 1e6; an end of this range where left or right is 0.
@@ -255,7 +246,7 @@ class CustomActivation(_OfCenters):
         below, above = self.function(x)
         return above - below
 
-    def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+    def log_activation(self, scores: Tensor, constants: Tensor | None) -> Sides:
         """The function itself; an infinite score makes one side certain."""
         infinite = scores.isinf()
         x, _ = _centered(scores, constants)
@@ -282,7 +273,7 @@ def _centered(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]
     return torch.where(beyond, bound * x.sign(), x), beyond
 
 
-def _impossible_at_infinity(left: Tensor, right: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+def _impossible_at_infinity(left: Tensor, right: Tensor, scores: Tensor) -> Sides:
     """The two logarithms, ``log_never`` for the side that an infinite score leaves empty."""
     never = log_never(left.dtype)
     left = left.masked_fill(scores == torch.inf, never)

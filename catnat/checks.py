@@ -1,7 +1,5 @@
 """Checks of what users pass in: each raises a ValueError with the name and the value."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import operator

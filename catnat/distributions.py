@@ -1,7 +1,5 @@
 """The distribution that a head returns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +59,7 @@ class HeadCategorical(Categorical):
 
     scores: Tensor  # that the head was called with, after masks; from a head alone
     # A head and scores that give the log-probabilities; their batch shape broadcasts to ours.
-    _source: tuple[CategoricalHead, Tensor] | None = None
+    _source: tuple["CategoricalHead", Tensor] | None = None
 
     def __init__(
         self,
@@ -69,7 +67,7 @@ class HeadCategorical(Categorical):
         validate_args: bool | None = None,
         *,
         normalized: bool = False,
-        source: tuple[CategoricalHead, Tensor] | None = None,
+        source: tuple["CategoricalHead", Tensor] | None = None,
     ) -> None:
         if source is not None:
             head, scores = source
@@ -119,7 +117,7 @@ class HeadCategorical(Categorical):
         """Probabilities, (*, K), exactly 0 for impossible categories."""
         return exp_of_log_probs(self.logits)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> HeadCategorical:
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "HeadCategorical":
         """The same distribution with a larger batch shape.
 
         A subclass with its own ``__init__`` overrides ``expand``, as everywhere in torch.
@@ -174,7 +172,7 @@ class HeadCategorical(Categorical):
         zeros = index.new_zeros((*index.shape, self._num_events), dtype=dtype)
         return zeros.scatter(-1, index[..., None], 1)
 
-    def path_kl(self, other: HeadCategorical, value: Tensor) -> Tensor:
+    def path_kl(self, other: "HeadCategorical", value: Tensor) -> Tensor:
         r"""Estimate of KL(self || other) from categories drawn from this distribution, (*) -> (*).
 
         The sum of the binary divergences along the path to each category, at O(log K):
@@ -254,11 +252,10 @@ class HeadCategorical(Categorical):
 def checked_value(value: Tensor, num_categories: int, name: str = "value") -> Tensor:
     """Categories as int64, after checking them where that does not wait for a device."""
     index = value.long()
-    if can_branch_on(value) and value.numel():
-        low, high = index.aminmax()
-        is_broken = value.is_floating_point() and bool((index != value).any())
-        if is_broken or low < 0 or high >= num_categories:
-            got = value[(index != value) | (index < 0) | (index >= num_categories)][0].item()
+    if can_branch_on(value):
+        wrong = index.clamp(0, num_categories - 1) != value
+        if bool(wrong.any()):
+            got = value[wrong][0].item()
             raise ValueError(f"{name} must be a category from 0 to {num_categories - 1}, got {got}")
     return index
 

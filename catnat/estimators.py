@@ -1,7 +1,5 @@
 """Gradients through discrete samples: score function, straight-through Gumbel, ReinMax."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

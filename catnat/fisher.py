@@ -8,8 +8,6 @@ Three different things, never to be confused:
 - averaging either over a batch of inputs is the *empirical* expectation over the data.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -59,10 +57,8 @@ def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor)
     Shapes: ``scores`` (*, B, S); ``uniforms`` (M, *, B), M >= 2, numbers in [0, 1) that decide the
     draws, in float64 where categories below 1e-7 matter; result (2, *, S, S).
     """
-    gradients = _scores_at(head, scores, uniforms)
-    half = len(uniforms) // 2
-    with without_autocast(gradients):
-        draws = (gradients[:half], gradients[half:])
+    draws = _scores_at(head, scores, uniforms).tensor_split((len(uniforms) // 2,))
+    with without_autocast(scores):
         halves = [part.movedim(0, -3).flatten(-3, -2) for part in draws]  # (*, M / 2 B, S)
         return torch.stack([rows.mT @ rows / rows.shape[-2] for rows in halves])
 

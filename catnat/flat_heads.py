@@ -1,7 +1,5 @@
 """Softmax and sparsemax, the heads with one score per category."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -95,24 +93,18 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
 
     def fisher(self, scores: Tensor) -> Tensor:
         """J diag(1/p) J on the support, J = I - 1 1^T / n for a support of size n; 0 elsewhere."""
-        q, support, n = self._support(scores)
-        total = q.sum(-1)[..., None, None] / n[..., None].square()
-        cross = q[..., :, None] * support[..., None, :] / n[..., None]
-        inside = support[..., :, None] * support[..., None, :]
-        return torch.diag_embed(q) - cross - cross.mT + total * inside
+        q, support, half = self._parts(scores)
+        product = half[..., :, None] * support[..., None, :]
+        return torch.diag_embed(q) + product + product.mT
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """(1 - 2/n) / p_i + sum_k 1/p_k / n^2 on the support, 0 elsewhere."""
-        q, support, n = self._support(scores)
-        return q * (1 - 2 / n) + support * q.sum(-1, keepdim=True) / n.square()
+        q, _, half = self._parts(scores)
+        return q + 2 * half
 
     def _mean_fisher(self, scores: Tensor) -> Tensor:
-        """diag(q) and, with u = 1 on the support: -(q u^T + u q^T) / n + u u^T sum(q) / n^2.
-
-        In O(B K^2) time and O(K^2) memory.
-        """
-        q, support, n = self._support(scores)
-        half = (support * (q.sum(-1, keepdim=True) / (2 * n)) - q) / n
+        """As :meth:`fisher`, in O(B K^2) time and O(K^2) memory."""
+        q, support, half = self._parts(scores)
         with without_autocast(q):
             product = half.mT @ support / q.shape[-2]
         return torch.diag_embed(q.mean(-2)) + product + product.mT
@@ -122,12 +114,17 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         possible = ~(self.probs(scores) <= 0)
         return ~possible | (possible.sum(-1, keepdim=True) == 1)
 
-    def _support(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """1/p on the support and 0 elsewhere, the support as 0/1, and its size (*, 1)."""
+    def _parts(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q = 1/p on the support and 0 elsewhere, u = 1 on the support, and h, (*, K) each.
+
+        They make G = diag(q) - (q u^T + u q^T) / n + u u^T sum(q) / n^2 = diag(q) + h u^T + u h^T.
+        """
         log_p = self.log_probs(scores)  # LOG_ZERO, or above -80
         support = (log_p - LOG_ZERO).clamp(0, 1)  # on a CPU faster than by comparing; NaN stays NaN
         q = support * log_p.clamp_min(-80).neg().exp()
-        return q, support, support.sum(-1, keepdim=True)
+        n = support.sum(-1, keepdim=True)
+        half = (support * (q.sum(-1, keepdim=True) / (2 * n)) - q) / n
+        return q, support, half
 
 
 def _centered(x: Tensor, inside: Tensor) -> Tensor:

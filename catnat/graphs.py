@@ -7,8 +7,6 @@ outputs f_m, and the loss is the mean over the batch of
 .. math:: \frac1M \sum_m |f_m - y| - \frac1{2M(M-1)} \sum_{m \neq n} |f_m - f_n|.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

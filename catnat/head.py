@@ -8,8 +8,6 @@ one class::
     class MyHead(CategoricalHead, name="mine"): ...
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,7 +26,7 @@ from catnat.numerics import (
     without_autocast,
 )
 
-REGISTRY: dict[str, type[CategoricalHead]] = {}
+REGISTRY: dict[str, type["CategoricalHead"]] = {}
 ALIASES: dict[str, str] = {}
 _MAX_NUMBERS = 2**22  # of the matrices that mean_fisher holds at a time
 
@@ -152,7 +150,7 @@ class CategoricalHead(nn.Module, ABC):
 
     def allowed(self, scores: Tensor) -> Tensor:
         """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
-        self._check(scores)
+        scores = self._checked(scores)
         if self.num_scores != self.num_categories:  # no mask: see _masked
             return scores.new_ones((*scores.shape[:-1], self.num_categories), dtype=torch.bool)
         return scores != -torch.inf
@@ -275,11 +273,9 @@ class CategoricalHead(nn.Module, ABC):
 
     def _checked(self, scores: Tensor) -> Tensor:
         """Scores in float32 or float64, after checking their shape and dtype."""
-        self._check(scores)
-        if scores.dtype in (torch.float32, torch.float64):
-            return scores
+        require_tensor(scores, "scores", self.num_scores)
         wide = at_least_float32(scores)
-        if not wide.requires_grad or not is_plain(scores) or scores.is_meta:
+        if wide is scores or not wide.requires_grad or not is_plain(scores) or scores.is_meta:
             return wide
         # A GradScaler, which may have scaled the loss, has to see that gradients overflow.
         scaled = scores.dtype == torch.float16 and torch.is_autocast_enabled(scores.device.type)
@@ -287,10 +283,6 @@ class CategoricalHead(nn.Module, ABC):
             largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
             wide.register_hook(lambda grad: grad.clamp(-largest, largest))
         return wide
-
-    def _check(self, scores: Tensor) -> None:
-        """Raise an error unless these are a tensor of scores, (*, S)."""
-        require_tensor(scores, "scores", self.num_scores)
 
     def _checked_probs(self, probs: Tensor) -> Tensor:
         """Probabilities in float64, after checking their shape, signs and sums.

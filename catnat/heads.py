@@ -1,7 +1,5 @@
 """The registry of heads: :func:`make_head` builds a head by its name."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Likelihood of labels, energy score, the terms of the ELBO, importance-weighted likelihood."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +77,7 @@ def energy_terms(samples: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
     Shapes: ``samples`` (M, \*, D), ``target`` (\*, D), results (M, \*) and (\*, M, M).
     """
-    if samples.dim() != target.dim() + 1 or samples.shape[1:] != target.shape or not target.dim():
+    if samples.shape[1:] != target.shape or not target.dim():
         raise ValueError(
             "samples must be (M, *, D) and target (*, D), "
             f"got shapes {tuple(samples.shape)} and {tuple(target.shape)}"
@@ -106,7 +104,7 @@ def bernoulli_nll(logits: Tensor, x: Tensor, event_dims: int) -> Tensor:
     """
     require_within(0, x.dim(), event_dims=event_dims)
     # Stricter than broadcasting, so that (B, 1) against (B, D) is an error and not a wrong number.
-    if x.dim() > logits.dim() or logits.shape[logits.dim() - x.dim() :] != x.shape:
+    if logits.shape[logits.dim() - x.dim() :] != x.shape:
         raise ValueError(
             f"x of shape {tuple(x.shape)} does not end the shape {tuple(logits.shape)} of logits"
         )
@@ -256,16 +254,17 @@ class HeadNLL(nn.Module):
             return reduced(self._cross_entropy(q.logits, target, mask), None, self.reduction)
         ignored = target == self.ignore_index
         label = checked_value(torch.where(ignored, 0, target), K, "target")
-        impossible = (label < 0) | (label >= K)  # not on the CPU, where it is an error
-        label = torch.where(impossible, 0, label)
-        weights = torch.ones((), device=label.device) if self.weight is None else self.weight[label]
+        category = label.clamp(0, K - 1)  # another one only where that is no error
+        weights = torch.ones((), device=label.device)
+        if self.weight is not None:
+            weights = self.weight[category]
         if self.label_smoothing:
-            one_hot = torch.zeros_like(q.logits).scatter(-1, label[..., None], 1.0)
+            one_hot = torch.zeros_like(q.logits).scatter(-1, category[..., None], 1.0)
             loss = self._cross_entropy(q.logits, one_hot, mask)
         else:
-            loss = -q.log_prob(label)
+            loss = -q.log_prob(category)
             loss = loss * weights.to(loss.dtype)
-        loss = torch.where(impossible, torch.nan, loss)
+        loss = torch.where(label == category, loss, torch.nan)
         counted = torch.where(ignored, 0.0, weights.to(loss.dtype))
         return reduced(torch.where(ignored, 0.0, loss), counted, self.reduction)
 

@@ -1,7 +1,5 @@
 """Diagnostics as torchmetrics, which add up correctly over batches and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,12 +1,10 @@
 """MixedHead: any head, with a little of the uniform distribution mixed in."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import jacrev
 from torch.nn.functional import softplus
 
 from catnat.checks import require_within
@@ -95,12 +93,13 @@ class MixedHead(CategoricalHead):
     def _fisher_root(self, scores: Tensor) -> Tensor:
         """R with R^T R = G: the gradients of q_k in the scores over sqrt(q_k), (*, K, S)."""
         scores = self._checked(scores)
-        K = self.num_categories
         q = self.probs(scores)
-        jacobian: Tensor
-        pull = vjp(self.inner.probs, scores)[1]
-        basis = torch.eye(K, dtype=q.dtype, device=q.device).view(K, *[1] * (q.dim() - 1), K)
-        (jacobian,) = vmap(pull)(basis.expand(K, *q.shape))  # (K, *, S)
+
+        def probs_of_all_rows(scores: Tensor) -> Tensor:
+            return self.inner.probs(scores).reshape(-1, self.num_categories).sum(0)
+
+        # Rows are independent: a derivative of the sum over rows is that of one row.
+        jacobian: Tensor = jacrev(probs_of_all_rows)(scores)  # (K, *, S)
         scale = (1 - self.mix) * torch.where(q <= 0, torch.inf, q).rsqrt()
         return scale[..., None] * jacobian.movedim(0, -2)
 

@@ -21,8 +21,6 @@ Scores that are not finite follow the same rule in every implementation and dtyp
   with +inf, or with -inf alone, has no limit and is NaN.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -141,7 +139,7 @@ def exp_of_log_probs(log_probs: Tensor) -> Tensor:
 
 def common_shape(values: torch.Size, batch: torch.Size) -> torch.Size:
     """``torch.broadcast_shapes``, but fast where the second shape is the end of the first."""
-    if len(values) >= len(batch) and values[len(values) - len(batch) :] == batch:
+    if values[len(values) - len(batch) :] == batch:
         return values
     return torch.Size(torch.broadcast_shapes(values, batch))
 

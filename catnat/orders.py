@@ -10,8 +10,6 @@ if they are alike. The functions here build orders from what is known of the cla
 :class:`catnat.TreeLinear` takes an order.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 

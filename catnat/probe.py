@@ -1,7 +1,5 @@
 """HeadProbe: the latest scores of every head of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 
@@ -36,13 +34,18 @@ class HeadProbe:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.heads = _heads_of(module)
+        self.heads: dict[str, CategoricalHead] = {}
+        inside: set[nn.Module] = set()
+        for name, part in module.named_modules():  # a head comes before the heads inside it
+            if isinstance(part, CategoricalHead) and part not in inside:
+                self.heads[name] = part
+                inside.update(part.modules())
         if not self.heads:
             raise ValueError(f"{type(module).__name__} contains no CategoricalHead")
         self.scores: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
-    def attach(self) -> HeadProbe:
+    def attach(self) -> "HeadProbe":
         """Start to observe, and forget earlier scores; returns the probe."""
         if not self._handles:
             self.scores = {}
@@ -68,7 +71,7 @@ class HeadProbe:
         for name, scores in self.scores.items():
             yield name, self.heads[name], scores
 
-    def __enter__(self) -> HeadProbe:
+    def __enter__(self) -> "HeadProbe":
         return self.attach()
 
     def __exit__(self, *error: object) -> None:
@@ -78,14 +81,3 @@ class HeadProbe:
         self, name: str, head: nn.Module, inputs: tuple[Tensor, ...], output: HeadCategorical
     ) -> None:
         self.scores[name] = output.scores.detach().clone()
-
-
-def _heads_of(module: nn.Module) -> dict[str, CategoricalHead]:
-    """Heads by name, without those that are inside another head."""
-    heads: dict[str, CategoricalHead] = {}
-    inside: set[nn.Module] = set()
-    for name, part in module.named_modules():  # a head comes before the heads inside it
-        if isinstance(part, CategoricalHead) and part not in inside:
-            heads[name] = part
-            inside.update(part.modules())
-    return heads

@@ -4,8 +4,6 @@ They are part of checkpoints, so that a resumed run draws the numbers that the r
 without the interruption.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

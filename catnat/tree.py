@@ -27,14 +27,15 @@ The functions are plain differentiable torch, and so work under ``torch.func`` a
 ``torch.compile``; :mod:`catnat.kernels` has faster ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from catnat.checks import checked_order
+
+Sides = tuple[Tensor, Tensor]
+"""Values of the bit-0 and of the bit-1 child of each node."""
 
 
 def levels(num_categories: int) -> Iterator[tuple[int, int]]:
@@ -74,7 +75,7 @@ def path_sums(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(nodes, -1), values
 
 
-def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
+def subtree_sums(leaves: Tensor) -> Sides:
     """Sum leaf values over both subtrees of every node: the adjoint of :func:`path_sums`.
 
     Args:

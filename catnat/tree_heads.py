@@ -1,7 +1,5 @@
 """The catnat heads: a tree of binary splits, whose Fisher matrix is diagonal."""
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Callable, Sequence
@@ -23,9 +21,8 @@ from catnat.numerics import (
     takes_real_tensors,
     uniform,
 )
-from catnat.tree import checked_leaves, path_sums, subtree_sums
+from catnat.tree import Sides, checked_leaves, path_sums, subtree_sums
 
-_Leaves = tuple[Tensor, Tensor]
 _TABLE_LIMIT = 1024  # largest K whose centers under masks are looked up
 _OPTIONS = ("activation", "center", "uniform_at_zero", "order", "amplitude", "tail")
 
@@ -106,14 +103,15 @@ class CatnatHead(CategoricalHead):
     def _make_activation(self) -> Activation:
         return CustomActivation(self.log_activation)
 
-    def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def log_activation(self, x: Tensor) -> Sides:
         """log(1 - a(x)) and log a(x) for x = s - C: differentiable, with a increasing in x."""
         raise NotImplementedError(f"{type(self).__name__} must override log_activation")
 
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
         scores = self._checked(scores)
-        return self._from_leaves(tree_log_probs(scores, self.activation, self.constants(scores)))
+        log_probs = tree_log_probs(scores, self.activation, self.constants(scores))
+        return arranged(log_probs, self._ordering(scores)[0])
 
     def _masked(self, scores: Tensor, mask: Tensor, before: Tensor | None) -> Tensor:
         """A split with one empty side goes to the other; a node without leaves is never reached.
@@ -123,18 +121,18 @@ class CatnatHead(CategoricalHead):
         centers at which zero scores give the uniform distribution over the allowed categories. The
         centers of the whole tree would favour categories whose neighbours are forbidden.
         """
-        leaves = self._allowed_leaves(mask, scores.dtype)
+        leaves = self._subtree_sums(mask.to(scores.dtype))
         if self.uniform_at_zero:
             if before is None:
                 old_leaves = self._cached(scores, "numbers of leaves", self._make_leaves)
             else:  # scores that were masked before have moved already
-                old_leaves = self._allowed_leaves(before, scores.dtype)
+                old_leaves = self._subtree_sums(before.to(scores.dtype))
             scores = scores + self._shift(leaves, old_leaves).to(scores.dtype)
         has_left, has_right = (number > 0 for number in leaves)
         one_sided = torch.where(has_left, -torch.inf, torch.where(has_right, torch.inf, 0.0))
         return torch.where(has_left & has_right, scores, one_sided.to(scores.dtype))
 
-    def _shift(self, leaves: _Leaves, old_leaves: _Leaves) -> Tensor:
+    def _shift(self, leaves: Sides, old_leaves: Sides) -> Tensor:
         """Change of the centers when numbers of allowed leaves change; exactly 0 if they do not."""
         if self.activation.is_fused and self.num_categories <= _TABLE_LIMIT:
             table: Tensor = self._cached(leaves[0], "table", self._make_table)
@@ -154,20 +152,16 @@ class CatnatHead(CategoricalHead):
         numbers = torch.arange(most + 1, device=device, dtype=torch.float32)
         return self._at_share(_shares(numbers[:, None], numbers))
 
-    def _make_leaves(self, device: torch.device) -> _Leaves:
+    def _make_leaves(self, device: torch.device) -> Sides:
         """Numbers of leaves below the two children of each node, (S,) each."""
         ones = torch.ones(self.num_categories, dtype=torch.float64, device=device)
         return subtree_sums(ones)
 
-    def _allowed_leaves(self, mask: Tensor, dtype: torch.dtype) -> _Leaves:
-        """Numbers of allowed categories below the two children of each node, (*, S) each."""
-        return subtree_sums(self._to_leaves(mask).to(dtype))
-
     def allowed(self, scores: Tensor) -> Tensor:
         """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
-        self._check(scores)
+        scores = self._checked(scores)
         blocked = path_sums(scores == torch.inf, scores == -torch.inf)[1]
-        return self._from_leaves(~blocked)
+        return arranged(~blocked, self._ordering(scores)[0])
 
     def path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
         """:meth:`log_prob` of checked scores and values."""
@@ -210,7 +204,7 @@ class CatnatHead(CategoricalHead):
 
         If one of the two is 0, the nearest representable score.
         """
-        left, right = subtree_sums(self._to_leaves(self._checked_probs(probs)))
+        left, right = self._subtree_sums(self._checked_probs(probs))
         reached = ~(left + right <= 0)  # NaN passes
         scores = self.activation.inverse(left, right) + self._centers(probs)
         scores = torch.where(reached, scores, 0.0).to(probs.dtype)
@@ -250,26 +244,20 @@ class CatnatHead(CategoricalHead):
         """The leaf of every class, int64; a value that is not a class is returned unchanged."""
         return looked_up(value, self._ordering(value)[0])
 
-    def _to_leaves(self, x: Tensor) -> Tensor:
-        """Values of the classes in the order of the leaves, (*, K) -> (*, K)."""
-        classes = self._ordering(x)[1]
-        return x if classes is None else x.index_select(-1, classes)
-
-    def _from_leaves(self, x: Tensor) -> Tensor:
-        """Values of the leaves in the order of the classes, (*, K) -> (*, K)."""
-        leaves = self._ordering(x)[0]
-        return x if leaves is None else x.index_select(-1, leaves)
+    def _subtree_sums(self, x: Tensor) -> Sides:
+        """Sums of the values of classes below the two children of each node, (*, K) -> (*, S)."""
+        return subtree_sums(arranged(x, self._ordering(x)[1]))
 
     def _ordering(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Leaves of the classes and classes of the leaves, on the device of x."""
         if self.order is None:
             return None, None
 
-        def make(device: torch.device) -> _Leaves:
+        def make(device: torch.device) -> Sides:
             leaves = torch.tensor(self.order, device=device)
             return leaves, leaves.argsort()
 
-        ordering: _Leaves = self._cached(x, "order", make)
+        ordering: Sides = self._cached(x, "order", make)
         return ordering
 
     def constants(self, scores: Tensor) -> Tensor | None:
@@ -412,6 +400,11 @@ def _shares(left: Tensor, right: Tensor) -> Tensor:
     """
     is_open = (left > 0) & (right > 0)
     return torch.where(is_open, right, 1.0).double() / torch.where(is_open, left + right, 2.0)
+
+
+def arranged(x: Tensor, order: Tensor | None) -> Tensor:
+    """The entries of x in another order, (*, K) -> (*, K)."""
+    return x if order is None else x.index_select(-1, order)
 
 
 def looked_up(index: Tensor, table: Tensor | None) -> Tensor:

@@ -3,8 +3,6 @@
 With frequent classes it is a softmax over these and one more, "rare", and a tree over the others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,12 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from catnat.activations import DEFAULT_TAIL
-from catnat.checks import (
-    checked_categories,
-    require_at_least,
-    require_choice,
-    require_within,
-)
+from catnat.checks import checked_categories, require_at_least, require_choice, require_within
 from catnat.distributions import checked_value, draw, path_entropy, path_kl
 from catnat.head import CategoricalHead, require_tensor
 from catnat.heads import make_head
@@ -36,7 +29,7 @@ from catnat.numerics import (
 )
 from catnat.orders import checked_frequent
 from catnat.tree import checked_leaves, walk_down
-from catnat.tree_heads import CatnatHead, looked_up
+from catnat.tree_heads import CatnatHead, arranged, looked_up
 
 if TYPE_CHECKING:
     from catnat.kernels.triton_layer import FusedTree
@@ -145,9 +138,10 @@ class TreeLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Draw weights and biases as ``nn.Linear`` does; after ``to_empty``, restore the order."""
         bound = 1 / math.sqrt(self.in_features)
-        for owner in (self, self.shortlist):
-            for parameter in () if owner is None else owner.parameters(recurse=False):
-                nn.init.uniform_(parameter, -bound, bound)
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+        if self.shortlist is not None:
+            self.shortlist.reset_parameters()
         self._set_places(self._cpu_places)
 
     @torch.no_grad()
@@ -240,7 +234,7 @@ class TreeLinear(nn.Module):
         return looked_up(place, self.classes).view((*sample_shape, *hidden.shape[:-1]))
 
     def path_kl(
-        self, hidden: Tensor, other: Tensor, value: Tensor, layer: TreeLinear | None = None
+        self, hidden: Tensor, other: Tensor, value: Tensor, layer: "TreeLinear | None" = None
     ) -> Tensor:
         """Estimate of a KL divergence from classes drawn at ``hidden``, (*) each, at O(D log K).
 
@@ -254,10 +248,13 @@ class TreeLinear(nn.Module):
             layer: of the other distribution, with the same order of classes; None: this one.
         """
         layer = layer or self
-        orders = [x for x in (self._cpu_places, layer._cpu_places) if x is not None]
-        ordered_alike = len(orders) == 0 or (len(orders) == 2 and torch.equal(*orders))
+        places = self._cpu_places
+        other_places = layer._cpu_places
+        is_alike = places is other_places
+        if places is not None and other_places is not None:
+            is_alike = torch.equal(places, other_places)
         sizes = [(one.num_categories, one.num_frequent) for one in (self, layer)]
-        if sizes[0] != sizes[1] or not ordered_alike:
+        if sizes[0] != sizes[1] or not is_alike:
             raise ValueError("path_kl needs two layers with the same order of the same classes")
         ours = self._path_logs(hidden, value)
         theirs = layer._path_logs(other, value)
@@ -308,7 +305,7 @@ class TreeLinear(nn.Module):
         if self.shortlist is not None:
             block = self._block(hidden)
             places = torch.cat((block[..., :-1], places + block[..., -1:]), -1)
-        return places if self.order is None else places.index_select(-1, self.order)
+        return arranged(places, self.order)
 
     def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:
         """The k likeliest classes and their log-probabilities, (*, D) -> (*, k) each, sorted.
@@ -426,7 +423,7 @@ class TreeLinear(nn.Module):
         possible = (target >= 0) & (target < self.num_categories)
         return torch.where(possible, looked_up(target, self.order), -1)
 
-    def _fused(self, hidden: Tensor) -> FusedTree | None:
+    def _fused(self, hidden: Tensor) -> "FusedTree | None":
         """The tree for the fused kernels, where they take this layer."""
         if not (hidden.is_cuda and HAS_TRITON):
             return None

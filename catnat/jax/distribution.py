@@ -1,7 +1,5 @@
 """The distribution a head returns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +31,7 @@ class Categorical:
     """
 
     scores: Array
-    head: CategoricalHead
+    head: "CategoricalHead"
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -87,7 +85,7 @@ class Categorical:
         log_p = self.logits
         return -(jnp.exp(log_p) * log_p).sum(-1)
 
-    def kl_divergence(self, other: Categorical) -> Array:
+    def kl_divergence(self, other: "Categorical") -> Array:
         """KL(self || other), (*): finite, with log 0 at its floor, even where q_k = 0 < p_k."""
         log_p = self.logits
         return (jnp.exp(log_p) * (log_p - other.logits)).sum(-1)
@@ -104,7 +102,7 @@ class Categorical:
         entropies = -(jnp.exp(taken) * taken + jnp.exp(other) * other)
         return _path_sum(entropies, taken)
 
-    def path_kl(self, other: Categorical, value: Array) -> Array:
+    def path_kl(self, other: "Categorical", value: Array) -> Array:
         r"""An estimate of KL(self || other) from one category, (*), in O(log K); tree heads alone.
 
         The sum of the binary divergences at the nodes above ``value``. Over samples of this

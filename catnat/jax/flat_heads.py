@@ -1,7 +1,5 @@
 """The heads by name: softmax and sparsemax, and any head with some of the uniform distribution."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """CategoricalHead: what every head has."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar

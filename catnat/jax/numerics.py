@@ -8,8 +8,6 @@
 - Python looks at shapes and dtypes, never at values: wrong values become NaN, never a wrong number.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

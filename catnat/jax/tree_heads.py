@@ -4,13 +4,11 @@
 indices 0..K-2, leaves the heap numbers K..2K-1; the children of node j are 2j and 2j + 1.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -20,16 +18,11 @@ from jax import Array
 
 from catnat.checks import require_tail, require_within
 from catnat.jax.head import CategoricalHead, checked_value
-from catnat.jax.numerics import (
-    LOG_ZERO,
-    floored_sums,
-    largest_score,
-    log_never,
-    pick,
-    uniform,
-)
+from catnat.jax.numerics import LOG_ZERO, floored_sums, largest_score, log_never, pick, uniform
 
 Constants = Array | np.ndarray
+Sides = tuple[Array, Array]
+"""Values of the bit-0 and of the bit-1 child of each node."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ class CatnatHead(CategoricalHead):
         return self.num_categories - 1
 
     @abstractmethod
-    def logs(self, scores: Array, constants: Constants) -> tuple[Array, Array]:
+    def logs(self, scores: Array, constants: Constants) -> Sides:
         """log(1 - a) and log a of finite scores; finite, with finite derivatives, elsewhere."""
 
     @abstractmethod
@@ -77,12 +70,8 @@ class CatnatHead(CategoricalHead):
 
         The shape of ``value`` broadcasts with the batch shape. NaN for one that is not a category.
         """
-        scores = self._checked(scores)
-        return self.log_prob_by(lambda node: pick(scores, node), value)
-
-    def log_prob_by(self, scores_at: Callable[[Array], Array], value: Array) -> Array:
-        """As :meth:`log_prob`, for scores that a function gives for the indices of nodes."""
-        return floored_sums(self.path_logs_by(scores_at, value)[0].sum(-1))
+        taken, _ = self.path_logs_by(partial(pick, self._checked(scores)), value)
+        return floored_sums(taken.sum(-1))
 
     def path_logs(self, scores: Array, value: Array) -> tuple[Array, Array]:
         """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each.
@@ -90,8 +79,7 @@ class CatnatHead(CategoricalHead):
         From the category up. If a path is shorter than H, its last entries are those of a certain
         step. They are NaN for a value that is not a category.
         """
-        scores = self._checked(scores)
-        taken, other = self.path_logs_by(lambda node: pick(scores, node), value)
+        taken, other = self.path_logs_by(partial(pick, self._checked(scores)), value)
         return floored_sums(taken), floored_sums(other)
 
     def path_logs_by(
@@ -121,7 +109,7 @@ class CatnatHead(CategoricalHead):
         """
         scores = self._checked(scores)
         shape = (*sample_shape, *scores.shape[:-1])
-        return self.sample_by(key, lambda node: pick(scores, node), shape, scores.dtype)
+        return self.sample_by(key, partial(pick, scores), shape, scores.dtype)
 
     def sample_by(
         self, key: Array, scores_at: Callable[[Array], Array], shape: tuple[int, ...], dtype: Any
@@ -166,22 +154,18 @@ class CatnatHead(CategoricalHead):
         The other nodes get the centers at which zero scores give the uniform distribution over the
         allowed categories, in place of those they had before.
         """
-        left, right, center = self._shares(mask, scores.dtype)
-        _, _, center_before = self._shares(before, scores.dtype)
-        scores = scores + (center - center_before)  # exactly 0 where the mask changes nothing
+        left, right = subtree_sums(mask.astype(scores.dtype))
+        sides_before = subtree_sums(before.astype(scores.dtype))
+        shift = self._even_split(left, right) - self._even_split(*sides_before)
+        scores = scores + shift  # exactly 0 where the mask changes nothing
         one_sided = jnp.where(left > 0, -jnp.inf, jnp.where(right > 0, jnp.inf, 0.0))
         is_split = (left > 0) & (right > 0)
         return jnp.where(is_split, scores, one_sided.astype(scores.dtype))
 
-    def _shares(self, allowed: Array, dtype: Any) -> tuple[Array, Array, Array]:
-        """Allowed leaves on both sides of each node, and x that divides as they do.
-
-        Where a side has none, x divides into halves.
-        """
-        left, right = subtree_sums(allowed.astype(dtype))
+    def _even_split(self, left: Array, right: Array) -> Any:
+        """x that divides as the leaves on both sides do; into halves where a side has none."""
         is_split = (left > 0) & (right > 0)
-        center = self.split_at(jnp.where(is_split, left, 1), jnp.where(is_split, right, 1))
-        return left, right, center
+        return self.split_at(jnp.where(is_split, left, 1), jnp.where(is_split, right, 1))
 
     def allowed(self, scores: Array) -> Array:
         """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
@@ -189,7 +173,7 @@ class CatnatHead(CategoricalHead):
         forbidden: Array = path_sums((scores == jnp.inf) * 1, (scores == -jnp.inf) * 1)[1]
         return forbidden == 0
 
-    def _log_activation(self, scores: Array, node: Array | None = None) -> tuple[Array, Array]:
+    def _log_activation(self, scores: Array, node: Array | None = None) -> Sides:
         """log(1 - a) and log a of all nodes, or of the nodes with these indices.
 
         An infinite score, which a mask makes, has an impossible side.
@@ -213,7 +197,7 @@ class SigmoidHead(CatnatHead):
 
     name = "sigmoid"
 
-    def logs(self, scores: Array, constants: Constants) -> tuple[Array, Array]:
+    def logs(self, scores: Array, constants: Constants) -> Sides:
         """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
         bound = largest_score(scores.dtype)
         x = scores - constants[0]
@@ -275,7 +259,7 @@ class NaturalHead(CatnatHead):
         """r, the slope of the rarer bit's logarithm in the tail."""
         return self.rate * math.sqrt((1 - self.tail) / self.tail)
 
-    def logs(self, scores: Array, constants: Constants) -> tuple[Array, Array]:
+    def logs(self, scores: Array, constants: Constants) -> Sides:
         """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one.
 
         Outside, on an edge or beyond it or in the tail, theta is 1 and not used.
@@ -284,7 +268,11 @@ class NaturalHead(CatnatHead):
         outside = distance <= self.joint
         theta = jnp.maximum(distance * (self.rate / 2), 1e-30)  # its logarithm is finite
         sine = jnp.sin(jnp.where(outside, 1.0, theta))
-        beyond = self._tail_log(jnp.where(outside, distance, 0.0))
+        beyond: Array | float = log_never(distance.dtype)
+        if self.tail:
+            at_edge = math.log(self.tail) - self.steepness * self.joint
+            in_tail = at_edge + self.steepness * jnp.where(outside, distance, 0.0)
+            beyond = jnp.maximum(in_tail, -largest_score(distance.dtype))
         rare = jnp.where(outside, beyond, 2 * jnp.log(sine))
         likely = jnp.log1p(-jnp.where(outside, jnp.exp(beyond), sine * sine))
         return jnp.where(upper, rare, likely), jnp.where(upper, likely, rare)
@@ -328,13 +316,6 @@ class NaturalHead(CatnatHead):
         low = jnp.where(upper, constants[1], -constants[3])
         return jnp.where(upper, above, below) + low, upper
 
-    def _tail_log(self, distance: Array) -> Array:
-        """log p of the rarer bit in the tail, or of an impossible one."""
-        if not self.tail:
-            return jnp.full_like(distance, log_never(distance.dtype))
-        at_edge = math.log(self.tail) - self.steepness * self.joint
-        return jnp.maximum(at_edge + self.steepness * distance, -largest_score(distance.dtype))
-
 
 @lru_cache(maxsize=64)
 def constants_of(head: CatnatHead, dtype: Any) -> np.ndarray:
@@ -342,8 +323,9 @@ def constants_of(head: CatnatHead, dtype: Any) -> np.ndarray:
     K = head.num_categories
     centers = np.zeros(1)
     if K & (K - 1):  # not a power of two
-        shares = right_shares(K)
-        centers = -head.split_at(1 - shares, shares, np)
+        with jax.ensure_compile_time_eval():  # numbers, also where a caller is being traced
+            left, right = np.asarray(subtree_sums(jnp.ones(K)), np.float64)
+        centers = -head.split_at(left, right, np)
     return head.node_constants(centers, dtype)
 
 
@@ -371,7 +353,7 @@ def path_sums(left: Array, right: Array) -> tuple[Array, Array]:
     return jnp.concatenate(nodes, -1), level
 
 
-def subtree_sums(leaves: Array) -> tuple[Array, Array]:
+def subtree_sums(leaves: Array) -> Sides:
     """Sum leaf values over both subtrees of every node: the transpose of :func:`path_sums`.
 
     Args:
@@ -384,16 +366,3 @@ def subtree_sums(leaves: Array) -> tuple[Array, Array]:
     _, transpose = jax.vjp(lambda left, right: path_sums(left, right)[1], nodes, nodes)
     left, right = transpose(leaves)
     return left, right
-
-
-def right_shares(num_categories: int) -> np.ndarray:
-    """Share of each node's leaves that lie below its bit-1 child, (K-1,) in float64.
-
-    >>> right_shares(3).round(2).tolist()
-    [0.33, 0.5]
-    """
-    leaves = np.ones(2 * num_categories)  # below every heap number
-    for node in range(num_categories - 1, 0, -1):
-        leaves[node] = leaves[2 * node] + leaves[2 * node + 1]
-    share: np.ndarray = leaves[3::2] / leaves[1:num_categories]
-    return share

@@ -3,8 +3,6 @@
 The parameters are those of :class:`catnat.TreeLinear`, as a dictionary of arrays.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from jax import Array
 from catnat.checks import checked_categories, checked_order, require_at_least, require_within
 from catnat.jax.flat_heads import SoftmaxHead, make_head
 from catnat.jax.head import checked_value
-from catnat.jax.numerics import at_least_float32
+from catnat.jax.numerics import at_least_float32, floored_sums
 from catnat.jax.tree_heads import CatnatHead
 
 Parameters = Mapping[str, Array]
@@ -87,7 +85,8 @@ class TreeLinear:
         if self.order is not None:
             place = jnp.asarray(np.array(self.order))[place]
         leaf = jnp.maximum(place - self.frequent, 0)
-        log_prob = self.tree.log_prob_by(_scores_at(parameters, hidden), leaf)
+        taken, _ = self.tree.path_logs_by(_scores_at(parameters, hidden), leaf)
+        log_prob = floored_sums(taken.sum(-1))
         if self.frequent:
             column = jnp.minimum(place, self.frequent)
             log_prob = jnp.where(place < self.frequent, 0.0, log_prob)

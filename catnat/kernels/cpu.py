@@ -4,8 +4,6 @@ They are compiled when the package is installed. Where there is no compiler, or 
 be loaded, plain torch takes their place: the same numbers, several times slower.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

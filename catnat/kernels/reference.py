@@ -4,8 +4,6 @@ These functions take every device and dtype, work under ``torch.func`` and ``tor
 are differentiable any number of times: a derivative of a kernel's gradient goes through them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
