@@ -165,15 +165,17 @@ class RunSB3(EvalCallback):
 
     def _watch(self, *_: Any) -> None:
         """After a signal: stop if no environment has answered since the latest look."""
-        signal.signal(signal.SIGALRM, self._watch)
-        signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
         is_stuck = self.n_calls == self._calls_before
+        is_playing = self._evaluating or self._rollout_start is not None
         self._calls_before = self.n_calls
-        if is_stuck and self._rollout_start is not None:
+        if not (is_stuck and is_playing):
+            signal.signal(signal.SIGALRM, self._watch)
+            signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
+            return
+        if self._rollout_start is not None:
             self.model.num_timesteps = self._rollout_start  # since then nothing was learned
             self.save()
-        if is_stuck and (self._evaluating or self._rollout_start is not None):
-            self.stop_if_asked()
+        self.stop_if_asked()
 
     def close(self) -> None:
         """Give signals back."""

@@ -223,8 +223,8 @@ def test_numbers_of_an_environment_that_are_not_finite_are_named(fault, faulty, 
 
 @pytest.mark.parametrize("where", ["rollout", "evaluation"])
 def test_a_signal_ends_a_run_whose_environment_hangs(where, faulty, monkeypatch, capfd):
-    """The game of an evaluation has 16 steps: the third one hangs."""
-    monkeypatch.setattr(sb3_run, "_PATIENCE", 0.2)
+    """The game of an evaluation has 16 steps: the third one hangs. Saving outlasts a look at it."""
+    monkeypatch.setattr(sb3_run, "_PATIENCE", 0.001)
     games = ["--eval_every=0"] if where == "rollout" else ["--eval_games=3", "--num_envs=1"]
     began = time.monotonic()
     assert run(*faulty, "--env_kwargs.fault=hangs", *games) == 128 + signal.SIGTERM
