@@ -104,18 +104,15 @@ class Sweep:
         self.failed_before: set[str] = set()  # keys of failed runs that are to be done once more
         self._started: set[str] = set()  # keys of runs
         sys.path += [folder for folder in self.plan.folders if folder not in sys.path]
-        self._add_options(read_pairs([word.removeprefix("--") for word in extra], "--"))
-
-    def _add_options(self, extra: dict[str, str]) -> None:
-        """Add options to every run, those of the search too."""
+        added = read_pairs([word.removeprefix("--") for word in extra], "--")
         fixed = {*self.plan.cells[0], *self.plan.searched, *plans.SET_BY_SWEEP}
-        for name in extra:
+        for name in added:
             # Without its group; data.seed is not the seed of a run.
             plain = re.sub(r"^(model|trainer|data(?!\.seed))\.", "", name.replace("-", "_"))
             if self.plan.long(plain) in fixed:
                 raise ValueError(f"--{name}: the plan sets it; --only takes a part of the plan")
-        self.plan.options |= extra
-        self.plan.search.options |= extra
+        self.plan.options |= added
+        self.plan.search.options |= added
 
     def rows(self) -> Rows:
         """The rows of runs that are done."""
