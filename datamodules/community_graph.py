@@ -67,8 +67,6 @@ class CommunityGraphDataModule(InMemoryDataModule):
             the columns of the paper's, of the pairs and of their order.
     """
 
-    edge_probs: Tensor
-    psi: Tensor
     derived_options: ClassVar = {"num_nodes": ("communities", num_nodes)}  # of models
 
     def __init__(

@@ -62,13 +62,26 @@ def build_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = plan_parser("sweep", __doc__)
     add = parser.add_argument
-    text = "processes of this machine, many models as one, Ray, SLURM"
-    add("--engine", choices=("local", "batched", "ray", "slurm"), default="local", help=text)
-    text = "runs side by side (local: 2 on each GPU; batched: models at once, 128)"
-    add("--jobs", type=PositiveInt, help=text)
+    add(
+        "--engine",
+        choices=("local", "batched", "ray", "slurm"),
+        default="local",
+        help="processes of this machine, many models as one, Ray, SLURM",
+    )
+    add(
+        "--jobs",
+        type=PositiveInt,
+        help="runs side by side (local: 2 on each GPU; batched: models at once, 128)",
+    )
     add("--retry_failed", action="store_true", help="also do runs whose row says that they failed")
-    text = "of each run: options of ray.remote, or parameters of submitit's executor"
-    add("--resources", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=text)
+    add(
+        "--resources",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of each run: options of ray.remote, or parameters of submitit's executor",
+    )
     return parser
 
 
@@ -78,8 +91,7 @@ def plan_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("plans", nargs="+", metavar="PLAN", help="a YAML file")
     add("--scale", help="of the plan (default: small, or its first)")
-    text = "folder of the rows (default: the plan's, else results)"
-    add("--results", type=Path, help=text)
+    add("--results", type=Path, help="folder of the rows (default: the plan's, else results)")
     add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default runs)")
     return parser
 
