@@ -60,8 +60,11 @@ def make_atari_vec_env(
 
 def game_names() -> dict[str, str]:
     """All games, as Gymnasium spells them and as ale_py does: "MsPacman" and "ms_pacman"."""
-    specs = gymnasium.registry.values()
-    return {spec.name: spec.kwargs["game"] for spec in specs if spec.namespace == "ALE"}
+    return {
+        spec.name: spec.kwargs["game"]
+        for spec in gymnasium.registry.values()
+        if spec.namespace == "ALE"
+    }
 
 
 def game_name(game: str) -> str:

@@ -7,7 +7,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ class MNISTDataModule(InMemoryDataModule):
             accelerator; ``batch_size`` on a CPU, where larger batches take as long.
     """
 
-    dataset: ClassVar[str] = "MNIST"  # torchvision's name of the class, and of the folder
+    dataset = "MNIST"  # torchvision's name of the class, and of the folder
 
     def __init__(
         self,

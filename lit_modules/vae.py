@@ -278,15 +278,13 @@ class DiscreteVAE(StepModule):
 
     def sample_prior(self, n: int) -> Tensor:
         """Mean pixels at n latents from the prior, (n, 1, 28, 28)."""
-        shape = (n, self.num_latents)
-        z = torch.randint(self.head.num_categories, shape, device=self.device)
+        z = torch.randint(self.head.num_categories, (n, self.num_latents), device=self.device)
         with evaluating(self):
             return self._mean_pixels(z)
 
     def _mean_pixels(self, z: Tensor) -> Tensor:
         """Mean pixels at categories, (B, N) -> (B, 1, 28, 28)."""
-        one_hot = F.one_hot(z, self.head.num_categories)
-        return self.decode(one_hot.to(self.dtype)).sigmoid()
+        return self.decode(F.one_hot(z, self.head.num_categories).to(self.dtype)).sigmoid()
 
 
 @contextmanager

@@ -59,8 +59,7 @@ def draw(panels: dict[str, Panel], tag: str, *paths: Path) -> None:
         for number, (title, panel) in enumerate(panels.items(), 1):
             axes = figure.add_subplot(rows, columns, number, title=title)
             for label, curves in panel.items():
-                color = colors.setdefault(label, f"C{len(colors)}")
-                draw_curves(axes, curves, label, color)
+                draw_curves(axes, curves, label, colors.setdefault(label, f"C{len(colors)}"))
             lines |= {str(line.get_label()): line for line in axes.lines}
         if not lines:
             raise ValueError(f"no run has curves of {tag}")
