@@ -88,10 +88,6 @@ class LastCheckpoint(Checkpoint):
                 trainer._logger_connector.update_train_step_metrics()
             self._save_if_due(trainer)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if a checkpoint was due at the step that is validated."""
-        self._save_if_due(trainer)
-
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Stop if a signal came; within training that waits for the end of a step."""
         if trainer.state.fn != "fit":
@@ -108,10 +104,9 @@ class LastCheckpoint(Checkpoint):
 
     def _listen_to_ranks(self, trainer: Trainer) -> None:
         """Stop after the next save if a signal came to any rank."""
-        signalled = bool(self._signals.signum)
-        self._stop = trainer.strategy.reduce_boolean_decision(signalled, all=False)
+        self._stop = trainer.strategy.reduce_boolean_decision(bool(self._signals.signum), all=False)
 
-    def _save_if_due(self, trainer: Trainer) -> None:
+    def _save_if_due(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Save if that is due, and then stop if a signal asks for it."""
         if self._due:
             self._due = False
@@ -122,6 +117,8 @@ class LastCheckpoint(Checkpoint):
         if self._stop:
             signum = self._signals.signum or signal.SIGTERM  # another rank got the signal
             raise Stopped(signum, trainer.global_step, self.path)
+
+    on_validation_end = _save_if_due  # a checkpoint that was due at the step that is validated
 
 
 class BestCheckpoint(ModelCheckpoint):

@@ -164,15 +164,20 @@ class HeadHistory:
             return lambda: []
         S = self.head.num_scores
         steps = [*self._rows]
-        means = self._over_ranks(trainer)
-        sums = send(sampled_sums(means[:, self._size :].reshape(-1, 2, S, S)))
+        means = torch.cat(self._means)
+        if trainer is not None and trainer.world_size > 1:
+            rows = means.new_tensor([*self._rows.values()])[:, None]
+            sums = torch.cat([rows, torch.where(rows > 0, means * rows, 0.0)], 1)  # no rows: NaN
+            sums = trainer.strategy.reduce(sums, reduce_op="sum")
+            means = sums[:, 1:] / sums[:, :1]
+        sampled = send(sampled_sums(means[:, self._size :].reshape(-1, 2, S, S)))
         exact = send(means[:, : self._size])
         self._rows = {}
         self._means = []
 
         def receive() -> list[Observation]:
             rows = exact_rows(self.head, exact())
-            for row, step_sums in zip(rows, sums().tolist(), strict=False):  # or without draws
+            for row, step_sums in zip(rows, sampled().tolist(), strict=False):  # or without draws
                 row |= sampled_row(self.sums, *step_sums)
             return [
                 (
@@ -194,16 +199,6 @@ class HeadHistory:
         exact = diagnostics[:-2]
         matrix = exact.diag() if self.head.fisher_is_diagonal else exact.view(S, S)
         return fisher_picture(matrix, self.head, f"mean Fisher matrix, step {step}")
-
-    def _over_ranks(self, trainer: Trainer | None) -> Tensor:
-        """The means over the rows of all ranks, (T, D)."""
-        means = torch.cat(self._means)
-        if trainer is None or trainer.world_size == 1:
-            return means
-        rows = means.new_tensor([*self._rows.values()])[:, None]
-        sums = torch.cat([rows, torch.where(rows > 0, means * rows, 0.0)], 1)  # no rows: NaN
-        reduced: Tensor = trainer.strategy.reduce(sums, reduce_op="sum")
-        return reduced[:, 1:] / reduced[:, :1]
 
     def _compute(self) -> None:
         """Compute with the collected scores, all steps with equally many rows at once."""
@@ -233,8 +228,10 @@ class HeadHistory:
         except Exception as error:
             if not self._failed:
                 self._failed = True
-                reason = f"{type(error).__name__}: {error}"
-                warnings.warn(f"Fisher diagnostics could not be computed: {reason}", stacklevel=2)
+                warnings.warn(
+                    f"Fisher diagnostics could not be computed: {type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
             size = self._size + (2 * S**2 if self.draws else 0)
             return scores.new_full((count, size), torch.nan)
 

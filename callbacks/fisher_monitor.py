@@ -119,8 +119,9 @@ class FisherMonitor(Callback):
         """Attach before the first call: a hook that a compiled model gets later never fires."""
         self._probe = self._attached.enter_context(HeadProbe(pl_module))
         heads = self._probe.heads
-        seed = f"0 {trainer.global_rank}"
-        self._histories = histories_of(heads, self.num_samples, self._sums, seed)
+        self._histories = histories_of(
+            heads, self.num_samples, self._sums, f"0 {trainer.global_rank}"
+        )
         limit = _MAX_RESULTS // sum(3 * head.num_scores**2 for head in heads.values())
         self._steps_at_once = max(1, min(self.write_every_n_steps, limit))  # on all ranks
         self._replayed = getattr(pl_module, "replays", False)
@@ -177,7 +178,7 @@ class FisherMonitor(Callback):
         if trainer.world_size == 1:
             with suppress(Exception):  # the exception itself is what the user has to see
                 self._write_everything(trainer)
-        self.teardown(trainer, pl_module, "fit")
+        self._attached.close()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write everything, with a picture of the last step."""

@@ -149,36 +149,34 @@ class Figures(Callback):
             return
         figures: dict[str, tuple[str, Callable[[Any], Tensor]]] = {
             "images/reconstructions": ("reconstruct", self._reconstructions),
-            "images/prior": (
-                "sample_prior",
-                lambda model: side_by_side(model.sample_prior(self.num_images)),
-            ),
-            "latents/usage": ("usage", lambda model: heat_map(model.usage)),
-            "graph/theta": ("theta", _theta),
+            "images/prior": ("sample_prior", lambda draws: side_by_side(draws(self.num_images))),
+            "latents/usage": ("usage", heat_map),
+            "graph/theta": ("theta", partial(_edges, trainer)),
         }
         step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning writes metrics
         # Equal draws each time: images differ by the model alone.
         with forked_random_state(pl_module.device, seed=0), torch.no_grad():
             for tag, (shown, draw) in figures.items():
-                if getattr(pl_module, shown, None) is None:
-                    continue
                 try:
-                    add_image(trainer.loggers, tag, partial(draw, pl_module), step)
+                    if (value := getattr(pl_module, shown, None)) is not None:
+                        add_image(trainer.loggers, tag, partial(draw, value), step)
                 except Exception as error:  # a method of the user's own must not end the run
-                    what = f"{type(pl_module).__name__} failed with {type(error).__name__}: {error}"
-                    rank_zero_warn(f"no {tag}: {what}")
+                    rank_zero_warn(
+                        f"no {tag}: {type(pl_module).__name__} failed with "
+                        f"{type(error).__name__}: {error}"
+                    )
 
-    def _reconstructions(self, model: Any) -> Tensor:
+    def _reconstructions(self, reconstruct: Callable[[Tensor], Tensor]) -> Tensor:
         images = self._batch[0] if isinstance(self._batch, (tuple, list)) else self._batch
         inputs = images[: self.num_images]
-        outputs: Tensor = model.reconstruct(inputs)
+        outputs = reconstruct(inputs)
         inputs = inputs.reshape(outputs.shape).to(outputs.dtype)
         return torch.cat([side_by_side(inputs), side_by_side(outputs)])
 
 
-def _theta(model: Any) -> Tensor:
-    pictures = [heat_map(model.theta)]
-    truth = getattr(getattr(model.trainer, "datamodule", None), "edge_probs", None)
+def _edges(trainer: Any, theta: Tensor) -> Tensor:
+    pictures = [heat_map(theta)]
+    truth = getattr(getattr(trainer, "datamodule", None), "edge_probs", None)
     if truth is not None:
         gap = torch.tensor(_BLUE).expand(len(pictures[0]), _CELL, 3)
         pictures += [gap, heat_map(truth)]

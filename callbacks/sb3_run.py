@@ -97,9 +97,8 @@ class RunSB3(EvalCallback):
             "return_std": float(np.std(returns)),
             "length": float(np.mean(lengths)),
         }
-        unfinished = float(np.sum(np.array(lengths) >= (self.longest_game or np.inf)))
-        if unfinished:
-            metrics["unfinished"] = unfinished
+        if unfinished := np.sum(np.array(lengths) >= (self.longest_game or np.inf)):
+            metrics["unfinished"] = float(unfinished)
         return metrics
 
     def stop_if_asked(self) -> None:

@@ -49,7 +49,6 @@ Discrete VAEs:
   test/information: >-
     Mutual information of image and latents in nats; 0: latents say nothing.
   test/collapsed: 1 if the latents tell (almost) nothing about an image, otherwise 0.
-  test/elbo_table: The ELBO of the MLP model as the paper's table has it.
   images/reconstructions: Images above, their reconstructions below.
   images/prior: Images decoded from draws of the prior.
   latents/usage: >-

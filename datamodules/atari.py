@@ -60,8 +60,11 @@ def make_atari_vec_env(
 
 def game_names() -> dict[str, str]:
     """All games, as Gymnasium spells them and as ale_py does: "MsPacman" and "ms_pacman"."""
-    specs = gymnasium.registry.values()
-    return {spec.name: spec.kwargs["game"] for spec in specs if spec.namespace == "ALE"}
+    return {
+        spec.name: spec.kwargs["game"]
+        for spec in gymnasium.registry.values()
+        if spec.namespace == "ALE"
+    }
 
 
 def game_name(game: str) -> str:
@@ -132,15 +135,14 @@ class NativeAtariVecEnv(VecEnv):
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
         """Seed the next reset: game i gets seed + i; None draws a seed."""
         most = 2**31 - self.num_envs  # the emulator's seeds have 31 bits
-        first = np.random.randint(most) if seed is None else seed
+        first = np.random.randint(most) if seed is None else int(seed)
         require_within(0, most, "[)", seed=first)
         return super().seed(first)
 
     def reset(self) -> NDArray[np.uint8]:
         """Begin new games."""
         self._drain()
-        unseeded = None in self._seeds
-        observations, info = self._engine.reset(seed=None if unseeded else np.array(self._seeds))
+        observations, info = self._engine.reset(seed=self._seeds[0])  # the others count on
         self._reset_seeds()
         self._scores = np.zeros(self.num_envs)
         self.lives = info["lives"]
@@ -156,9 +158,10 @@ class NativeAtariVecEnv(VecEnv):
             ValueError: an action is not one of the game's; the threads would hang.
         """
         chosen = np.asarray(actions)
-        n = self.num_envs
-        if chosen.shape != (n,) or not all(action in self.action_space for action in chosen):
-            raise ValueError(f"{n} games need as many of {self.action_space}, got {actions!r}")
+        if chosen.dtype.kind not in "iu" or chosen not in self._engine.action_space:
+            raise ValueError(
+                f"{self.num_envs} games need as many of {self.action_space}, got {actions!r}"
+            )
         forced = self.forced_actions
         played = np.where(forced >= 0, forced, chosen.astype(np.int64))
         if not np.array_equal(played, chosen):  # evaluations may give any actions, learners not
@@ -182,16 +185,15 @@ class NativeAtariVecEnv(VecEnv):
         # A game can be at 0 lives some steps before it is over (Qbert): that is not a lost life.
         lost = (lives < self.lives) & (lives > 0) & ~over
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        for i in np.flatnonzero(over | lost):
+            infos[i] |= {
+                "terminal_observation": (info["final_obs"] if over[i] else observations)[i],
+                "TimeLimit.truncated": bool(truncated[i] and not terminated[i]),
+            }
         for i in np.flatnonzero(over):
             length = int(self._frames[i]) + _FRAME_SKIP  # the last step counts as a whole
-            infos[i] |= {
-                "terminal_observation": info["final_obs"][i],
-                "TimeLimit.truncated": bool(truncated[i] and not terminated[i]),
-                "episode": {"r": float(self._scores[i]), "l": length},  # as Monitor's
-            }
+            infos[i]["episode"] = {"r": float(self._scores[i]), "l": length}  # as Monitor's
         self._scores[over] = 0
-        for i in np.flatnonzero(lost):
-            infos[i] |= {"terminal_observation": observations[i], "TimeLimit.truncated": False}
         self.lives = lives
         self._frames = info["episode_frame_number"]
         self.forced_actions = np.where(lost, self._fire, -1)

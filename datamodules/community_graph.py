@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -67,9 +66,7 @@ class CommunityGraphDataModule(InMemoryDataModule):
             the columns of the paper's, of the pairs and of their order.
     """
 
-    edge_probs: Tensor
-    psi: Tensor
-    derived_options: ClassVar = {"num_nodes": ("communities", num_nodes)}  # of models
+    derived_options = {"num_nodes": ("communities", num_nodes)}  # of models
 
     def __init__(
         self,
@@ -123,9 +120,8 @@ class CommunityGraphDataModule(InMemoryDataModule):
             model = GCN(self.in_features, self.out_features)
         model.load_state_dict({"weight": self.psi}, assign=True)
         means = prediction_means(sync_on_compute=False)  # all ranks compute the same
-        batches = InMemoryLoader(self.parts["test"], _SHARED_BY)
         for _ in range(_PASSES):
-            for x, y in batches:
+            for x, y in InMemoryLoader(self.parts["test"], _SHARED_BY):
                 graphs = sample_graphs(self.edge_probs, _NUM_SAMPLES, self._generator)
                 means.add_rows(**prediction_errors(model(x, graphs), y))
         values = {name: float(value.float()) for name, value in means.compute().items()}

@@ -74,8 +74,10 @@ def make_env(
     """
     if is_atari(env):
         if num_actions is not None or normalize or env_kwargs:
-            options = "num_actions, normalize and env_kwargs"
-            raise ValueError(f"{options} are for environments other than Atari games, not {env}")
+            raise ValueError(
+                "num_actions, normalize and env_kwargs are for environments other than Atari "
+                f"games, not {env}"
+            )
         return make_atari_vec_env(env, num_envs, backend or "native", seed)
     if backend is not None:
         raise ValueError(f"backend {backend} is for Atari games, not for {env}")

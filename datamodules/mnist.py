@@ -7,7 +7,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -58,9 +58,8 @@ class ImageLoader(InMemoryLoader):
         gray = images.float().div_(255)
         if self.variant == "gray":
             return gray
-        numbers = (self.seed, self.epoch, batch, self.rank)
-        generator = seeded(BINARIZATION, *numbers, device=gray.device)
-        return torch.bernoulli(gray, generator=generator)
+        numbers = (BINARIZATION, self.seed, self.epoch, batch, self.rank)
+        return torch.bernoulli(gray, generator=seeded(*numbers, device=gray.device))
 
 
 class MNISTDataModule(InMemoryDataModule):
@@ -88,7 +87,7 @@ class MNISTDataModule(InMemoryDataModule):
             accelerator; ``batch_size`` on a CPU, where larger batches take as long.
     """
 
-    dataset: ClassVar[str] = "MNIST"  # torchvision's name of the class, and of the folder
+    dataset = "MNIST"  # torchvision's name of the class, and of the folder
 
     def __init__(
         self,
@@ -127,7 +126,7 @@ class MNISTDataModule(InMemoryDataModule):
         generator = seeded(SPLIT, self.seed)
         if files := self._files():
             self.source = "files"
-            train, test = (read_images(path) for path in files)
+            train, test = map(read_images, files)
             train = train[torch.randperm(len(train), generator=generator)]
             cut = len(train) * 5 // 6
             parts: Sequence[Tensor] = (train[:cut], train[cut:], test)
@@ -190,7 +189,8 @@ def read_images(path: Path) -> Tensor:
     """The images of an IDX file, (n, 28, 28) uint8; a ValueError names a file that is wrong."""
     content = path.read_bytes()
     try:
-        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is corrupt or truncated: {error}") from error
     count, header_size = divmod(len(content), 28 * 28)

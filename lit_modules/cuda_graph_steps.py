@@ -75,7 +75,7 @@ class ReplayedSteps:
                     observer.note(step, tensors)
                 self._step_scheduler()
             count_steps(self._trainer, len(batches))
-            every: int = getattr(self._trainer, "log_every_n_steps", 0)
+            every = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
             if every and end_step // every > first_step // every:
                 self.log()
                 self._sent = end_step - 1, send(loss), module.logged_settings()

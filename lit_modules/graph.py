@@ -143,7 +143,7 @@ class GraphStructureLearner(StepModule):
         self.edge_scores = nn.Parameter(self.initial_scores())
         self.theta_moves = DeviceScalar(1.0)  # 0 while psi is trained alone
         self._sets_rates = False  # not those of an optimizer that is not our own
-        self._num_steps: float = 0  # of the run; known when training starts
+        self._num_steps = 0.0  # of the run; known when training starts
         errors = dict.fromkeys(("energy_score", "pp_mae", "pp_mse", "saturated"), ())
         shapes = {**errors, "theta": (num_nodes, num_nodes)}
         self.val_means = RowMeans({"loss": (), **shapes})

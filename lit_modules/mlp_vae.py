@@ -1,15 +1,12 @@
 """The MLP VAE with N categorical latents, trained by score function."""
 
-import math
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from catnat.checks import require_choice, require_positive
 from catnat.lit_modules.networks import mlp_decoder, mlp_encoder
 from catnat.lit_modules.vae import DiscreteVAE
-
-_TABLE_BATCH = 128
 
 
 class MLPDiscreteVAE(DiscreteVAE):
@@ -21,10 +18,6 @@ class MLPDiscreteVAE(DiscreteVAE):
 
     with a constant b, or b the mean over the other samples. Trained on images that are binarized
     again at every step (``MNISTDataModule(variant="stochastic", batch_size=128)``).
-
-    Logged besides: test/elbo_table, the ELBO as the paper's table of this model has it. The code
-    behind that table subtracts N log K once per batch of 128 instead of once per image, so that
-    elbo_table = elbo + N log K (1 - 1/128).
 
     Args:
         head: a name from ``catnat.head_names()``.
@@ -93,11 +86,3 @@ class MLPDiscreteVAE(DiscreteVAE):
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
         """Encoder (B, 1, 28, 28) -> (B, num_scores), decoder (B, num_inputs) -> pixel logits."""
         return mlp_encoder(num_scores), mlp_decoder(num_inputs)
-
-    def epoch_metrics(self, stage: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As for a :class:`DiscreteVAE`, with the ELBO of the paper's table."""
-        means = super().epoch_metrics(stage, means)
-        if stage == "test":
-            log_prior = self.num_latents * math.log(self.head.num_categories)
-            means["elbo_table"] = means["elbo"] + log_prior * (1 - 1 / _TABLE_BATCH)
-        return means

@@ -168,7 +168,7 @@ class StepModule(LightningModule):
         if self._replay is not None:
             return self._replay.take(batch)
         loss = self.step_loss(batch)
-        every: int = getattr(self.trainer, "log_every_n_steps", 0)
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.global_step + 1) % every == 0:
             self.log("train/loss", loss.detach(), prog_bar=True)
             self.log_dict(self.logged_settings())

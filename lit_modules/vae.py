@@ -109,7 +109,7 @@ class DiscreteVAE(StepModule):
         self.num_samples = 2  # of the score function
         self.baseline: float | None = None  # of the score function; None: the mean of the others
         self.learning_rate = learning_rate
-        self.optimizer_name = optimizer
+        self.optimizer_kind = _OPTIMIZERS[optimizer]
         self.lr_decay = lr_decay
         self.lr_decay_steps = lr_decay_steps
         self.temperature = DeviceScalar(1.0)  # τ; a function of the step, so not in checkpoints
@@ -194,8 +194,8 @@ class DiscreteVAE(StepModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Adam or SGD, with a decaying learning rate if asked for."""
-        kind = _OPTIMIZERS[self.optimizer_name]
-        optimizer = self.make_optimizer(kind, self.parameters(), lr=self.learning_rate)
+        parameters = self.parameters()
+        optimizer = self.make_optimizer(self.optimizer_kind, parameters, lr=self.learning_rate)
         if self.lr_decay == 1:
             return optimizer
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, self.lr_decay_steps, self.lr_decay)
@@ -223,18 +223,8 @@ class DiscreteVAE(StepModule):
         self._check(batch, batch_idx)
         scores = self.scores(batch)
         q = self.head(scores)
-        with self.evaluation_noise(batch_idx):
-            nll, reconstruction = self._likelihood(batch, q)
-        kl = self.kl(q)
-        saturated = self.head.saturated(scores).float().mean((-2, -1))
-        self.test_means.add_rows(
-            nll=nll, elbo=-reconstruction - kl, kl=kl, usage=q.probs, saturated=saturated
-        )
-
-    def _likelihood(self, batch: Any, q: HeadCategorical) -> tuple[Tensor, Tensor]:
-        """Importance-weighted -log p(x), and the mean of -log p(x | z) over the samples, (B,)."""
         log_prior = -self.num_latents * math.log(self.head.num_categories)
-        reconstructions: list[Tensor] = []
+        reconstructions: list[Tensor] = []  # (m, B) each
 
         def log_weights(m: int) -> Tensor:
             z = q.one_hot_sample((m,))  # (m, B, N, K)
@@ -242,8 +232,16 @@ class DiscreteVAE(StepModule):
             return log_prior - reconstructions[-1] - (z * q.logits).sum((-2, -1))
 
         at_once = _DECODED_AT_ONCE.get(self.device.type, 512) // max(1, q.batch_shape[0])
-        nll = importance_weighted_nll(log_weights, self.nll_samples, max(1, at_once))
-        return nll, torch.cat(reconstructions).mean(0)
+        with self.evaluation_noise(batch_idx):
+            nll = importance_weighted_nll(log_weights, self.nll_samples, max(1, at_once))
+        kl = self.kl(q)
+        self.test_means.add_rows(
+            nll=nll,
+            elbo=-torch.cat(reconstructions).mean(0) - kl,
+            kl=kl,
+            usage=q.probs,
+            saturated=self.head.saturated(scores).float().mean((-2, -1)),
+        )
 
     def epoch_metrics(self, stage: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
         """Means over all images, and metrics that follow from the means."""
@@ -280,15 +278,13 @@ class DiscreteVAE(StepModule):
 
     def sample_prior(self, n: int) -> Tensor:
         """Mean pixels at n latents from the prior, (n, 1, 28, 28)."""
-        shape = (n, self.num_latents)
-        z = torch.randint(self.head.num_categories, shape, device=self.device)
+        z = torch.randint(self.head.num_categories, (n, self.num_latents), device=self.device)
         with evaluating(self):
             return self._mean_pixels(z)
 
     def _mean_pixels(self, z: Tensor) -> Tensor:
         """Mean pixels at categories, (B, N) -> (B, 1, 28, 28)."""
-        one_hot = F.one_hot(z, self.head.num_categories)
-        return self.decode(one_hot.to(self.dtype)).sigmoid()
+        return self.decode(F.one_hot(z, self.head.num_categories).to(self.dtype)).sigmoid()
 
 
 @contextmanager

@@ -15,7 +15,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from catnat.rng import random_states, set_random_states
-from catnat.sb3.policies import POLICIES
+from catnat.sb3.policies import (
+    HeadActorCriticCnnPolicy,
+    HeadActorCriticPolicy,
+    HeadMultiInputActorCriticPolicy,
+)
 
 
 class NonFinite(FloatingPointError):  # noqa: N818 - the name describes the numbers
@@ -30,7 +34,11 @@ class HeadAlgorithm(OnPolicyAlgorithm):
     from all steps, and the policy only from those that were not forced.
     """
 
-    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = POLICIES
+    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
+        "MlpPolicy": HeadActorCriticPolicy,
+        "CnnPolicy": HeadActorCriticCnnPolicy,
+        "MultiInputPolicy": HeadMultiInputActorCriticPolicy,
+    }
     rollout_buffer: Any  # which also says what actions were forced (T, n), and has the masks
 
     def collect_rollouts(

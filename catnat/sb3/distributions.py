@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from stable_baselines3.common.distributions import (
@@ -27,7 +27,6 @@ class FromHeads:
         mask_mode: how masks change a distribution, see :class:`~catnat.sb3.HeadPolicy`.
     """
 
-    several: ClassVar[bool]  # whether an action has several parts
     distribution: Any
     parts: list[HeadCategorical]  # the distribution of each head
     scores: Tensor  # (B, sum of S)
@@ -38,6 +37,8 @@ class FromHeads:
         self.heads = heads
         self.sizes = [head.num_categories for head in heads]
         self.mask_mode = mask_mode
+        # Whether an action has several parts.
+        self.several = isinstance(self, MultiCategoricalDistribution)
         super().__init__(self.sizes if self.several else self.sizes[0])  # type: ignore[call-arg]
 
     def proba_distribution_net(self, latent_dim: int) -> nn.Module:
@@ -99,13 +100,9 @@ class FromHeads:
 class HeadDistribution(FromHeads, CategoricalDistribution):
     """The distribution of a head over the actions of a ``Discrete`` space."""
 
-    several = False
-
 
 class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
     """Distributions over the actions of ``MultiDiscrete`` or ``MultiBinary``, one head for each."""
-
-    several = True
 
 
 def draw(distribution: HeadCategorical) -> Tensor:

@@ -119,13 +119,6 @@ class HeadMultiInputActorCriticPolicy(HeadPolicy, MultiInputActorCriticPolicy):
     """For ``Dict`` observations, with a categorical head, see :class:`HeadPolicy`."""
 
 
-POLICIES: dict[str, type[BasePolicy]] = {  # by the names of Stable-Baselines3
-    "MlpPolicy": HeadActorCriticPolicy,
-    "CnnPolicy": HeadActorCriticCnnPolicy,
-    "MultiInputPolicy": HeadMultiInputActorCriticPolicy,
-}
-
-
 # -- policies for MaskablePPO and RecurrentPPO, where sb3-contrib is installed ---------------------
 
 try:

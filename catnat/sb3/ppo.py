@@ -153,8 +153,9 @@ class HeadPPO(HeadAlgorithm, PPO):
         record["approx_kl"] = columns["approx_kl"][first_row:].mean()  # of the last epoch
         record["loss"] = columns["loss"][-1]
         buffer = self.rollout_buffer
-        explained = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
-        record["explained_variance"] = explained
+        record["explained_variance"] = explained_variance(
+            buffer.values.flatten(), buffer.returns.flatten()
+        )
         for name, value in (record | clips).items():
             self.logger.record(f"train/{name}", float(value))
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")

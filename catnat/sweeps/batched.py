@@ -178,8 +178,10 @@ class Stack:
         schedulers = lightning_optimizers._configure_schedulers_automatic_opt(configs, monitor)
         kinds = {(x.interval, x.frequency, x.reduce_on_plateau) for x in schedulers}
         if len(optimizers) > 1 or kinds - {("step", 1, False)}:
-            can = "one optimizer, and schedulers of every step that need no metric"
-            raise ValueError(f"batched, {type(model).__name__} may have {can}")
+            raise ValueError(
+                f"batched, {type(model).__name__} may have one optimizer, and schedulers of every "
+                "step that need no metric"
+            )
         self.schedulers += [config.scheduler for config in schedulers]
         optimizer: Optimizer = optimizers[0]
         if device.type == "cuda":
@@ -191,8 +193,8 @@ class Stack:
         """Make the models ready for steps, at the start and after an evaluation."""
         for number, trained in enumerate(self._trained):
             trained.model.trainer = trained.trainer
-            device = trained.trainer.strategy.root_device
-            trained.model.to(device).train()  # Lightning has moved it to the CPU
+            # Lightning has moved it to the CPU.
+            trained.model.to(trained.trainer.strategy.root_device).train()
             for name, parameter in trained.named_parameters():
                 parameter.data = self.parameters[name].data[number]
             for name, stacked in self.buffers.items():
@@ -323,9 +325,9 @@ class Group:
         self._log(member, self.max_steps, metrics)
         if source := member.data.hparams.get("source"):
             metrics["data_source"] = source
-        if member.folder and member.writer:
+        if member.writer:
             member.writer.close()
-            version = member.folder / "version_0"
+            version = Path(member.writer.log_dir)
             self.trainer.save_checkpoint(version / "checkpoints" / "final.ckpt", weights_only=True)
             (version / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
         return metrics

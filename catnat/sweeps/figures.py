@@ -54,14 +54,12 @@ def draw(panels: dict[str, Panel], tag: str, *paths: Path) -> None:
     columns = min(4, len(panels))
     rows = math.ceil(len(panels) / columns)
     with matplotlib.rc_context({"axes.grid": True, "pdf.fonttype": 42}):  # text stays text
-        size = (3 * columns + 0.3, 2.5 * rows + 0.5)
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=(3 * columns + 0.3, 2.5 * rows + 0.5), layout="constrained")
         lines: dict[str, Any] = {}
         for number, (title, panel) in enumerate(panels.items(), 1):
             axes = figure.add_subplot(rows, columns, number, title=title)
             for label, curves in panel.items():
-                color = colors.setdefault(label, f"C{len(colors)}")
-                draw_curves(axes, curves, label, color)
+                draw_curves(axes, curves, label, colors.setdefault(label, f"C{len(colors)}"))
             lines |= {str(line.get_label()): line for line in axes.lines}
         if not lines:
             raise ValueError(f"no run has curves of {tag}")

@@ -248,11 +248,12 @@ class Plan:
         for number, settings in enumerate(tried):
             keys = [self.run(cell, settings, seed, stage).key for seed in seeds]
             if rows.keys() >= {*keys}:
-                values = [rows[key].get(self.search.metric, math.nan) for key in keys]
-                means.append((sign * statistics.fmean(values), number))
+                mean = statistics.fmean(rows[key].get(self.search.metric, math.nan) for key in keys)
+                if not math.isnan(mean):  # by which nothing can be sorted
+                    means.append((sign * mean, number))
             elif stage == "search":
                 return []
-        return [tried[number] for mean, number in sorted(means) if not math.isnan(mean)]
+        return [tried[number] for _, number in sorted(means)]
 
 
 def combinations(grid: Mapping[str, list[Any]]) -> list[Options]:

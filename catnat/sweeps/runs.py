@@ -151,9 +151,14 @@ def make_parser(command: str, doc: str | None) -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    text = "the part with these values of options, or with seed=1,2"
-    values = "NAME=VALUE[,VALUE]"
-    parser.add_argument("--only", action="extend", nargs="+", default=[], metavar=values, help=text)
+    parser.add_argument(
+        "--only",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE[,VALUE]",
+        help="the part with these values of options, or with seed=1,2",
+    )
     return parser
 
 

@@ -52,6 +52,5 @@ def bold(p_values: Sequence[float]) -> list[bool]:
 
 def interval(a: Sample, b: Sample) -> tuple[float, float]:
     """Welch's 95 % interval of the difference of means, a minus b."""
-    test = stats.ttest_ind(a, b, equal_var=False)
-    ends: tuple[float, float] = test.confidence_interval(1 - SIGNIFICANT)
-    return ends
+    low, high = stats.ttest_ind(a, b, equal_var=False).confidence_interval(1 - SIGNIFICANT)
+    return low, high

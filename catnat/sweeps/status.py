@@ -14,8 +14,7 @@ def main(words: list[str]) -> int:
     for name in args.plans:
         sweep = Sweep(name, args)
         rows = sweep.rows()
-        text, _ = sweep.progress()
-        print(text)
+        print(sweep.progress()[0])
         for run in sweep.plan.runs(rows):
             row = rows.get(run.key)
             if row and not is_finished(row):

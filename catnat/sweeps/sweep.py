@@ -62,13 +62,26 @@ def build_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = plan_parser("sweep", __doc__)
     add = parser.add_argument
-    text = "processes of this machine, many models as one, Ray, SLURM"
-    add("--engine", choices=("local", "batched", "ray", "slurm"), default="local", help=text)
-    text = "runs side by side (local: 2 on each GPU; batched: models at once, 128)"
-    add("--jobs", type=PositiveInt, help=text)
+    add(
+        "--engine",
+        choices=("local", "batched", "ray", "slurm"),
+        default="local",
+        help="processes of this machine, many models as one, Ray, SLURM",
+    )
+    add(
+        "--jobs",
+        type=PositiveInt,
+        help="runs side by side (local: 2 on each GPU; batched: models at once, 128)",
+    )
     add("--retry_failed", action="store_true", help="also do runs whose row says that they failed")
-    text = "of each run: options of ray.remote, or parameters of submitit's executor"
-    add("--resources", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=text)
+    add(
+        "--resources",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of each run: options of ray.remote, or parameters of submitit's executor",
+    )
     return parser
 
 
@@ -78,8 +91,7 @@ def plan_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("plans", nargs="+", metavar="PLAN", help="a YAML file")
     add("--scale", help="of the plan (default: small, or its first)")
-    text = "folder of the rows (default: the plan's, else results)"
-    add("--results", type=Path, help=text)
+    add("--results", type=Path, help="folder of the rows (default: the plan's, else results)")
     add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default runs)")
     return parser
 
@@ -104,18 +116,15 @@ class Sweep:
         self.failed_before: set[str] = set()  # keys of failed runs that are to be done once more
         self._started: set[str] = set()  # keys of runs
         sys.path += [folder for folder in self.plan.folders if folder not in sys.path]
-        self._add_options(read_pairs([word.removeprefix("--") for word in extra], "--"))
-
-    def _add_options(self, extra: dict[str, str]) -> None:
-        """Add options to every run, those of the search too."""
+        added = read_pairs([word.removeprefix("--") for word in extra], "--")
         fixed = {*self.plan.cells[0], *self.plan.searched, *plans.SET_BY_SWEEP}
-        for name in extra:
+        for name in added:
             # Without its group; data.seed is not the seed of a run.
             plain = re.sub(r"^(model|trainer|data(?!\.seed))\.", "", name.replace("-", "_"))
             if self.plan.long(plain) in fixed:
                 raise ValueError(f"--{name}: the plan sets it; --only takes a part of the plan")
-        self.plan.options |= extra
-        self.plan.search.options |= extra
+        self.plan.options |= added
+        self.plan.search.options |= added
 
     def rows(self) -> Rows:
         """The rows of runs that are done."""

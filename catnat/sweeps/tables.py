@@ -82,9 +82,11 @@ def cells_of(plan: Plan, rows: Rows) -> list[Cell]:
     head_options = next((key.split() for key in plan.grid if "head" in key.split()), [])
     for options in plan.cells:
         settings = plan.table_settings(options, rows)
-        runs = []
-        if settings is not None:
-            runs = [plan.run(options, settings, seed, "final") for seed in plan.final_seeds]
+        runs = [
+            plan.run(options, settings, seed, "final")
+            for seed in plan.final_seeds
+            if settings is not None
+        ]
         done = [rows[run.key] for run in runs if run.key in rows]
         cell = Cell(options, settings, runs, done)
         cell.notes += _notes(plan, cell, rows)

@@ -95,3 +95,17 @@ def test_a_method_that_fails_costs_its_image_only():
         logger, trainer = drawn(Conditional("softmax"), torch.rand(4, 3, 32, 32), steps=2)
     assert trainer.global_step == 2
     assert "images/prior" in logger.images and "images/reconstructions" not in logger.images
+
+
+class Undecided(Coloured):
+    """Its edges cannot be computed."""
+
+    @property
+    def theta(self):
+        raise RuntimeError("no batch so far")
+
+
+def test_an_attribute_that_fails_costs_its_image_only():
+    with pytest.warns(UserWarning, match="no graph/theta: .*RuntimeError: no batch so far"):
+        logger, trainer = drawn(Undecided("softmax"), torch.rand(4, 3, 32, 32), steps=2)
+    assert trainer.global_step == 2 and "images/prior" in logger.images

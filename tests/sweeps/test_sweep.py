@@ -101,6 +101,15 @@ def test_of_several_finalists_the_best_after_the_final_runs_is_in_the_table(tmp_
     assert loaded.table_settings({"y": 1}, rows) == {"rate": 1.0, "other": 3}
 
 
+def test_a_search_that_failed_between_two_others_does_not_disturb_their_order(tmp_path):
+    search = {"grid": {"rate": [2.0, 3.0, 1.0]}}
+    loaded = plan.load(str(write_plan(tmp_path, grid={"y": [1]}, search=search)))
+    losses = {2.0: {"val/loss": 2.0}, 3.0: {}, 1.0: {"val/loss": 1.0}}
+    searches = [run for run in loaded.runs({}) if run.stage == "search"]
+    rows = {run.key: losses[run.options["rate"]] for run in searches}
+    assert loaded.selected({"y": 1}, rows) == [{"rate": 1.0}]
+
+
 def test_a_failing_run_is_tried_again_then_a_row_says_why(tmp_path, capsys):
     path = write_plan(tmp_path, grid={"x": [-1.0, 1.0]}, seeds=[1])
     assert run_sweep(path) == 1
