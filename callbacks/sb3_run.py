@@ -3,6 +3,7 @@
 import io
 import pickle
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class RunSB3(EvalCallback):
         folder: of the checkpoints.
         hyper_parameters: options of the run, kept in each checkpoint.
         fisher: the monitor, whose state is kept there, too.
+        begin: called before the first checkpoint of steps that this run has taken.
         save_every: environment steps between checkpoints.
         longest_game: steps after which an evaluation ends a game that has no end of its own; None
             if every game has one.
@@ -57,6 +59,7 @@ class RunSB3(EvalCallback):
         folder: Path,
         hyper_parameters: dict[str, Any],
         fisher: FisherMonitorSB3,
+        begin: Callable[[], object],
         save_every: int,
         longest_game: int | None,
         **kwargs: Any,
@@ -65,6 +68,8 @@ class RunSB3(EvalCallback):
         self.folder = folder
         self.hyper_parameters = hyper_parameters
         self.fisher = fisher
+        self.begin = begin
+        self.began = 0  # step
         self.save_every = save_every
         self.longest_game = longest_game
         self.evaluated_step = 0  # step of the latest evaluation
@@ -109,6 +114,8 @@ class RunSB3(EvalCallback):
 
     def save(self, name: str = "last") -> None:
         """Write a checkpoint; it is on the disk when this returns."""
+        if self.model.num_timesteps > self.began:
+            self.begin()
         content = state_of(self.model) | {
             "hyper_parameters": self.hyper_parameters,
             "best": self.best_mean_reward,
@@ -130,7 +137,7 @@ class RunSB3(EvalCallback):
         self.save()  # last.ckpt knows of the evaluation, too
 
     def _on_training_start(self) -> None:
-        self._saved_step = self.model.num_timesteps
+        self.began = self._saved_step = self.model.num_timesteps
         self._progress = Progress(self._saved_step)
         self.signals.listen()
 

@@ -87,6 +87,7 @@ PPO and A2C:
   train/explained_variance: >-
     Share of the variance of the returns that the value network explains: 1 is perfect, 0 no
     better than a constant.
+  train/grad_norm: Mean norm of the gradient before it is clipped.
   train/learning_rate: Learning rate of the optimizer.
   train/n_updates: Passes over rollouts so far.
   train/policy_gradient_loss: Loss of the policy.

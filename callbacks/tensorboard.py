@@ -119,7 +119,7 @@ class RunLogger(TensorBoardLogger):
 
     resumed_at: int | None = None  # the step from which the run resumes
     begun = True
-    _latest: tuple[dict[str, float], int | None] | None = None
+    _latest = ""  # row, as text: NaN is not equal to NaN
 
     @property
     @rank_zero_experiment
@@ -141,10 +141,10 @@ class RunLogger(TensorBoardLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write scalars once, but not the epoch, which Lightning adds to every call."""
         scalars = {name: value for name, value in metrics.items() if name != "epoch"}
-        row = (scalars, step)
+        row = repr((scalars, step))
         if row != self._latest:  # a step that is saved is logged before that, and after
             self._latest = row
-            super().log_metrics(*row)
+            super().log_metrics(scalars, step)
 
 
 class RunRecord(Callback):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from catnat.lit_modules.step_module import StepModule
 
 STEPS_AT_ONCE = 20  # Lightning's own work for one batch takes as long as a replayed step
-_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class ReplayedSteps:
@@ -49,7 +49,7 @@ class ReplayedSteps:
         data = getattr(self._trainer, "datamodule", None)
         has_hooks = any(
             is_overridden(hook, owner)
-            for hook in _BATCH_HOOKS
+            for hook in BATCH_HOOKS
             for owner in (self._module, data)
             if owner is not None
         )

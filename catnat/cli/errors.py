@@ -16,6 +16,7 @@ _UNHELPFUL = re.compile(
 _UNKNOWN = re.compile(r"(?:unrecognized arguments: |[Oo]ption )'?([\w.-]+)")
 _SHORTENED = (
     (r"found invalid values: *$", "found values that are not finite"),
+    (r"^(\S+) is not in bounds, numpy accepts", r"--seed \1 is not in bounds: choose one"),
     (r"Not of type \w+: (\S+ )?does not conform to restriction v", r"\1must be "),
     (r"Not of type (\w+): invalid literal for int.*: '[^']*'", r"Expected a \1"),
     (r'[Pp]arser key "([^"]+)":', r"--\1:"),

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
@@ -43,6 +43,7 @@ class CatnatCLI(RunCLI):
     """
 
     checkpoint_key = "pytorch-lightning_version"
+    resumes_random_states = True
 
     # -- from words to objects -----------------------------------------------------------------
 
@@ -71,6 +72,11 @@ class CatnatCLI(RunCLI):
             ValueError: an option would have no effect.
         """
         config = self.config
+        trainer = config.trainer
+        if trainer.enable_checkpointing is False or trainer.fast_dev_run or trainer.barebones:
+            for name in self.new_options:
+                if name == "save_every" or name.startswith("checkpoint."):
+                    raise ValueError(f"--{name} has no effect: the run saves no checkpoints")
         if config.lr_scheduler and not config.optimizer:
             raise ValueError("--lr_scheduler needs an --optimizer CLASS, such as Adam")
         if not config.optimizer or not issubclass(self.model_type, StepModule):
@@ -120,8 +126,9 @@ class CatnatCLI(RunCLI):
             options["logger"] = options["logger"] or False
         if self.keeps:  # where Lightning saves the run before SLURM requeues it
             options["default_root_dir"] = str(self.folder.path)
+        self.patience = {x: x.patience for x in callbacks if isinstance(x, EarlyStopping)}
         phases = LambdaCallback(
-            on_train_start=self._open_logger,
+            on_train_start=self._begin_training,
             on_train_batch_start=self._enter_batches,
             on_train_batch_end=self._write_options,
             on_sanity_check_end=self._leave_batches,
@@ -137,8 +144,10 @@ class CatnatCLI(RunCLI):
             )
         return trainer
 
-    def _open_logger(self, *_: Any) -> None:
+    def _begin_training(self, *_: Any) -> None:
         self.logger.begun = True
+        for callback, patience in self.patience.items():
+            callback.patience = patience  # a checkpoint brings its own
 
     @rank_zero_only
     def _write_options(self, *_: Any) -> None:
@@ -170,7 +179,7 @@ class CatnatCLI(RunCLI):
         if trainer.global_step == self.began:
             # The run had ended before: what follows belongs to its last step.
             trainer.fit_loop.epoch_loop._batches_that_stepped = self.began
-            self._open_logger()
+            self._begin_training()
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
             raise ValueError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:

@@ -190,7 +190,10 @@ def read_options(path: str | Path) -> Options:
         config = yaml.load(Path(path).read_text(), loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from error
-    if not isinstance(config, dict) or isinstance(config.get("model"), str):
+    groups = ("model", "trainer", "fisher", "checkpoint")
+    if not isinstance(config, dict) or any(
+        not isinstance(config.get(group, {}), dict) for group in groups
+    ):
         raise ValueError(f"--config {path} should read like what --print_config prints")
     return flat(config)
 
@@ -217,18 +220,19 @@ def command_words() -> str:
 
 
 def load(path: str, option: str) -> Any:
-    """The object behind a path such as my_module.MyVAE, also in the working directory.
+    """The class behind a path such as my_module.MyVAE, also in the working directory.
 
     Args:
-        path: of the object.
+        path: of the class.
         option: that asks for it, for the message where there is none.
     """
     module_name, _, name = path.rpartition(".")
     module = import_module(module_name, f"{option} {path}")
-    if not hasattr(module, name):
+    loaded = getattr(module, name, None)
+    if not isinstance(loaded, type):
         close = did_you_mean(name, vars(module))
-        raise ValueError(f"{option} {path}: {module_name} has no {name}{close}")
-    return getattr(module, name)
+        raise ValueError(f"{option} {path}: {module_name} has no class {name}{close}")
+    return loaded
 
 
 def import_module(name: str, option: str = "--import") -> Any:

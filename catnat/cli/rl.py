@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from catnat.callbacks import FisherMonitorSB3
 from catnat.callbacks.sb3_run import EVALUATION_SEED, RunSB3, recent_return
+from catnat.callbacks.tensorboard import RunLogger
 from catnat.checks import require_at_least, require_positive, require_within
 from catnat.cli.options import Options
 from catnat.cli.run import Metrics, RunCLI, numbers
@@ -289,6 +290,7 @@ class RLCLI(RunCLI):
             folder=self.folder.path / "checkpoints",
             hyper_parameters=self.hparams(),
             fisher=fisher,
+            begin=self._begin,
             save_every=config.save_every or max(25_000, steps // 100),
             longest_game=None if is_limited else _LONGEST_GAME,
         )
@@ -327,10 +329,11 @@ class RLCLI(RunCLI):
         fisher = self.config_init.fisher
         if self.masked:
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
-        self.folder.begin(self.config_text)
+        if not self.folder.resumed:  # otherwise with the first checkpoint: until then it may fail
+            self._begin()
         logger = self.make_logger(self.step + 1)
-        self.at_end.callback(logger.experiment.close)
-        model.logger.output_formats.append(_Output(logger.experiment))
+        self.at_end.callback(logger.finalize, "ended")
+        model.logger.output_formats.append(_Output(logger))
         model.learn(
             max(training.total_steps - self.step, 0),
             CallbackList([fisher, *(training.callbacks or ()), self.trainer]),
@@ -339,9 +342,13 @@ class RLCLI(RunCLI):
             progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
         )
         tested = self.evaluate("test")
+        self._begin()
         self.trainer.keep_best(tested["test/return"])
         self.write_hparams(logger, tested, self.step, actions=model.action_space)
         return tested | recent_return(model) | dict(fisher.latest)
+
+    def _begin(self) -> None:
+        self.folder.begin(self.config_text)
 
     def evaluate(self, command: str) -> Metrics:
         """Play."""
@@ -350,8 +357,16 @@ class RLCLI(RunCLI):
 
 
 class _Output(TensorBoardOutputFormat):
-    """Stable-Baselines3's rows in one event file with the rest: TensorBoard follows one only."""
+    """Stable-Baselines3's rows in one event file with the rest: TensorBoard follows one only.
 
-    def __init__(self, writer: Any) -> None:
+    The file is opened with the first row: one of a resumed run loses rows then.
+    """
+
+    def __init__(self, logger: RunLogger) -> None:
         self._is_closed = False
-        self.writer = writer
+        self._logger = logger
+
+    def write(self, *row: Any) -> None:
+        """Write values of a step."""
+        self.writer = self._logger.experiment
+        super().write(*row)

@@ -49,7 +49,8 @@ _OF_ANY_CLASS = (".class_path", ".dict_kwargs")  # beside the options of its own
 # Options that a resumed run cannot change.
 _FIXED = re.compile(
     r"(optimizer|lr_scheduler|data\.(env|num_actions|normalize)"
-    r"|model\.(class_path|head|head_options|optimizer|lr_decay|lr_decay_steps))\b"
+    r"|model\.(class_path|head|head_options|optimizer|lr_decay|lr_decay_steps)"
+    r"|model\.(policy_kwargs\.(optimizer_\w+|ortho_init)|use_rms_prop|rms_prop_eps))\b"
 )
 
 print_once = rank_zero_only(print)  # in the first of several processes that train together
@@ -73,6 +74,7 @@ class RunCLI(LightningCLI):
     has_optimizer = True  # whether there are the options of LightningCLI for one
     steps_at_once = 1  # after which a run can end
     in_batches = False  # whether everything is built, and batches are computed
+    resumes_random_states = False  # so that the seed of a resumed run would have no effect
 
     def __init__(self, line: CommandLine, until: str = "end") -> None:
         self.line = line
@@ -223,10 +225,9 @@ class RunCLI(LightningCLI):
         self.page.set_defaults(defaults)
         files: list[tuple[str, Any]] = [("config", path) for path in line.configs]
         if line.record:
-            # A list on the command line replaces that of the resumed run, a length its length.
-            typed_names = dict(self.typed_options).keys()
-            replaced = {name.partition("+")[0]: "null" for name in typed_names if "+" in name}
-            if typed_names & _LENGTHS.keys():
+            # A new list replaces that of the resumed run, a new length its length.
+            replaced = {name.partition("+")[0]: "null" for name in self.new_options if "+" in name}
+            if self.new_options.keys() & _LENGTHS.keys():
                 replaced |= _LENGTHS
             files[1:1] = replaced.items()
         choices = {
@@ -290,11 +291,12 @@ class RunCLI(LightningCLI):
         if rate is not None and rate == options.get("model.learning_rate"):
             before["optimizer.lr"] = rate
         changes = []
+        keeps_seed = line.command == "fit" and self.resumes_random_states
         for name in sorted(before.keys() | options.keys()):
             change = f"{before.get(name)} -> {options.get(name)}"
             if before.get(name) == options.get(name):
                 continue
-            if _FIXED.match(name):
+            if _FIXED.match(name) or (name == "seed_everything" and keeps_seed):
                 raise ValueError(f"checkpoint {line.ckpt_path} is of another {name}: {change}")
             changes.append(f"{name.partition('.')[2] or name} {change}")
         return f", with other options: {', '.join(changes)}" if line.record and changes else ""
@@ -333,7 +335,7 @@ class RunCLI(LightningCLI):
                 if isinstance(error, (OSError, FloatingPointError)):
                     raise SystemExit(1) from error  # of the machine, or of numbers: not a bug
             raise
-        if metrics:
+        if metrics or self.keeps:
             self._show(metrics, folder)
 
     @rank_zero_only
@@ -382,8 +384,9 @@ class RunCLI(LightningCLI):
         options = self.options
         hparams = {
             name.partition(".")[2]: value
+            for group in ("data.", "model.")  # the class_path is the model's
             for name, value in options.items()
-            if name.startswith(("model.", "data."))
+            if name.startswith(group)
         }
         return hparams | {"data_seed": options.get("data.seed"), "seed": options["seed_everything"]}
 

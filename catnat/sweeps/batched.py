@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.core import optimizer as lightning_optimizers
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.optim import Optimizer
@@ -31,21 +32,23 @@ from catnat.callbacks.fisher_diagnostics import histories_of
 from catnat.callbacks.tensorboard import open_writer
 from catnat.cli.options import Options
 from catnat.cuda_graph import StepGraph, make_capturable
+from catnat.lit_modules.cuda_graph_steps import BATCH_HOOKS
 from catnat.lit_modules.step_module import StepModule
 from catnat.probe import HeadProbe
 from catnat.rng import forked_random_state
 
 _STEPS_AHEAD = 40  # of the host, before it waits for the device
-# Options of the Trainer that would change what is learned or measured; a group has no others.
-_TRAINER_OPTIONS = {
-    "precision": "32-true",
-    "accumulate_grad_batches": "1",
-    "gradient_clip_val": "None",
-    "num_devices": "1",
-    "limit_train_batches": "1.0",
-    "limit_val_batches": "1.0",
-    "limit_test_batches": "1.0",
-}
+_TRAINER_OPTIONS = (  # that a group follows, or that only observe; others have their defaults
+    "accelerator",
+    "default_root_dir",
+    "enable_checkpointing",
+    "enable_model_summary",
+    "enable_progress_bar",
+    "log_every_n_steps",
+    "max_steps",
+    "num_sanity_val_steps",
+    "val_check_interval",
+)
 Metrics = dict[str, Any]
 
 
@@ -86,10 +89,9 @@ def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
     config = cli.config
     refused = [
         name
-        for name, text in _TRAINER_OPTIONS.items()
-        if str(getattr(cli.trainer, name)) != text  # 1 is not 1.0
+        for name, value in vars(config.trainer).items()
+        if name not in _TRAINER_OPTIONS and value != cli.parser.get_default(f"trainer.{name}")
     ]
-    refused += [name for name in ("callbacks", "max_time", "max_epochs") if config.trainer[name]]
     if refused:
         raise ValueError(f"--engine batched takes no {' and no '.join(refused)}")
     options = {name: getattr(cli.trainer, name) for name in ("max_steps", "val_check_interval")}
@@ -102,10 +104,13 @@ def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
         raise ValueError(
             f"{kind.__name__}: only a StepModule without a training_step is trained batched"
         )
+    for owner in (cli.model, cli.datamodule):
+        if hooks := [name for name in BATCH_HOOKS if is_overridden(name, owner)]:
+            raise ValueError(f"{type(owner).__name__}: --engine batched does not call {hooks[0]}")
     model_options = config.model.init_args.as_dict()
     shape = {name: x for name, x in model_options.items() if "learning_rate" not in name}
     data = config.data
-    group = str([kind, shape, data.class_path, data.init_args.get("batch_size"), options])
+    group = str([kind, shape, data.class_path, data.get("init_args.batch_size"), options])
     seed = config.seed_everything
     return Member(cli.model, cli.datamodule, seed, options, group, str(data), folder)
 
@@ -355,7 +360,7 @@ def fisher_diagnostics(model: StepModule, batch: Any) -> Metrics:
         model.step_loss(batch)
     metrics: Metrics = {}
     histories = histories_of(probe.heads, draws=0, sums={}, seed="")
-    for name, _, scores in probe:
+    for name, scores in probe.scores.items():
         if name in histories:
             _, row, *_ = histories[name].observe(0, scores)
             metrics |= row

@@ -5,7 +5,6 @@ catnat compare results/mine/runs.csv --only num_latents=10     # or rows of a sw
 catnat compare runs/vae/*/version_* --plot curves.png --tag val/loss
 """
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -21,8 +20,8 @@ from catnat.sweeps.runs import (
     by_key,
     is_finished,
     make_parser,
-    metrics_of,
     read,
+    read_metrics,
     read_pairs,
     text_of,
 )
@@ -55,14 +54,16 @@ def main(words: list[str]) -> int:
     if not rows:
         raise ValueError(" ".join(["no finished run to compare", *args.only]))
     columns = dict.fromkeys(name for row in rows for name in row)
-    possible = metrics_of(columns)
-    ignored = _IGNORED | possible.keys()
+    possible = [x for x in columns if any(isinstance(row.get(x), float) for row in rows)]
+    ignored = _IGNORED.union(possible)
     names = [x for x in columns if x not in ignored and len({row.get(x) for row in rows}) > 1]
     groups: Groups = defaultdict(list)
     for row in rows:
         groups[tuple(row.get(name, "") for name in names)].append(row)
-    directed = [x for x in possible if re.match(f"test/({_DIRECTED})", x)]
-    metrics = args.metric or directed or list(possible)
+    directed = [x for x in possible if re.match(f"test({_DIRECTED})", x)]
+    metrics = args.metric or directed or possible
+    if not metrics:
+        raise ValueError("the runs have no metrics to compare")
     for metric in metrics:
         require_choice(possible, metric=metric)
     entries = [column(metric, groups) for metric in metrics]
@@ -83,9 +84,10 @@ def rows_of(path: Path) -> list[Row]:
     if path.is_file():
         final = [row for row in read(path) if is_finished(row) and row.get("stage") != "search"]
         return list(by_key(final).values())
-    if not (path / "config.yaml").is_file():
+    files = [path / name for name in ("config.yaml", "metrics.json", ".lock", "checkpoints")]
+    if not any(file.exists() for file in files):
         raise ValueError(f"{path} is neither a file of rows nor the folder of a run")
-    if not (path / "metrics.json").is_file():
+    if not all(file.is_file() for file in files[:2]):
         print(f"{path} has not finished and is left out")
         return []
     config = read_options(path / "config.yaml")
@@ -97,8 +99,8 @@ def rows_of(path: Path) -> list[Row]:
         elif group in ("model", "data", "trainer") and value is not None:
             row["data.seed" if option == "seed" else option] = text_of(value)
     row |= {"seed": text_of(config["seed_everything"]), "folder": str(path)}
-    metrics = json.loads((path / "metrics.json").read_text())
-    return [row | {name: x for name, x in metrics.items() if isinstance(x, int | float)}]
+    metrics = read_metrics(path / "metrics.json")
+    return [row | {name: float(x) for name, x in metrics.items() if isinstance(x, int | float)}]
 
 
 def column(metric: str, groups: Groups) -> dict[Key, str]:

@@ -5,12 +5,12 @@ the last checkpoint in the run's folder if there is one. Its method ``execute`` 
 a run; ``jobs`` threads call it.
 """
 
-import json
 import os
 import platform
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from catnat.cli.options import Options, newest
-from catnat.sweeps.runs import Row, Run, claim
+from catnat.sweeps.runs import Row, Run, claim, read_metrics
 
 JOBS_PER_GPU = 2
 MOST_JOBS = 1000  # that wait for a cluster at a time
@@ -81,7 +81,10 @@ def execute(job: Job, environment: Mapping[str, str] = {}, stopping: Event | Non
                 return {}
             metrics_path = newest(job.folder, "**/metrics.json")
             if process.returncode == 0 and metrics_path:
-                return {**json.loads(metrics_path.read_text()), "device": device_name()}
+                try:
+                    return {**read_metrics(metrics_path), "device": device_name()}
+                except ValueError as error:
+                    return {"note": str(error), "device": device_name()}
             if process.returncode == 2:  # wrong options stay wrong
                 break
     lines = log_path.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
@@ -128,6 +131,14 @@ class Local:
         self._stopping.set()
 
 
+def _outcome_of(wait: Callable[[], Row]) -> Row:
+    """What a cluster gives back; a note where it has lost the run."""
+    try:
+        return wait()
+    except Exception as error:  # those of Ray and submitit have no common base
+        return {"note": (str(error).strip() or repr(error)).splitlines()[-1][:200]}
+
+
 class Ray:
     """A Ray cluster; a run whose machine is lost restarts elsewhere.
 
@@ -146,6 +157,7 @@ class Ray:
         import ray
 
         ray.init(log_to_driver=False, ignore_reinit_error=True)  # another plan may have started it
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # not the one of ray.init
         gpus = 1 / JOBS_PER_GPU if ray.cluster_resources().get("GPU") else 0
         options: Options = {"num_cpus": 1, "num_gpus": gpus, "max_retries": 3} | resources
         self._execute = ray.remote(**options)(execute)
@@ -157,8 +169,7 @@ class Ray:
 
         reference = self._execute.remote(job)
         self._references.append(reference)
-        outcome: Row = ray.get(reference)
-        return outcome
+        return _outcome_of(lambda: ray.get(reference))
 
     def stop(self) -> None:
         """Cancel what has not ended; runs save a checkpoint."""
@@ -198,11 +209,7 @@ class Slurm:
         """Submit a job, and wait for its end."""
         submitted = self._executor.submit(self._task, job)
         self._jobs.append(submitted)
-        try:
-            outcome: Row = submitted.result()
-        except Exception as error:  # the job was lost: submitit's errors have no common base
-            return {"note": str(error).strip().splitlines()[-1][:200]}
-        return outcome
+        return _outcome_of(submitted.result)
 
     def stop(self) -> None:
         """Cancel the jobs."""

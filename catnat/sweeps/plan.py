@@ -290,10 +290,17 @@ def load(name: str, scale: str | None = None) -> Plan:
     """
     path = Path(name)
     scale_names = scales(name)
+    if scale and scale_names == [""]:
+        raise ValueError(f"{path.name} has no scales, {scale!r} is not one")
     scale = scale or ("small" if "small" in scale_names else scale_names[0])
     require_choice(scale_names, **{f"scale of {path.name}": scale})
     content = _read(path, scale)
     content.pop("scales", None)
+    for part in ("metrics", "grid", "options", "search", "names"):
+        try:
+            _mapping(content.get(part))
+        except ValueError as error:
+            raise ValueError(f"{path.name}, {part}: {error}") from None
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Plan, "plan")
     try:
@@ -323,7 +330,7 @@ def _read(path: Path, scale: str = "") -> Options:
 
 
 def _mapping(value: Any) -> Options:
-    if not isinstance(value or {}, dict):
+    if not isinstance(value or {}, dict) or not all(isinstance(key, str) for key in value or ()):
         raise ValueError(f"expected keys and values, got {value!r}")
     return value or {}
 

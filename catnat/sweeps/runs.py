@@ -196,6 +196,15 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
+def read_metrics(path: Path) -> Options:
+    """The metrics that a run has written, by name."""
+    try:
+        metrics: Options = json.loads(path.read_text())
+        return dict(metrics.items())
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path} has no metrics by name") from None
+
+
 def add(path: Path, row: Row) -> None:
     """Add a row to a file, in place of a failed one with its key.
 

@@ -14,9 +14,11 @@ Sample = Sequence[float]
 
 
 def mean_and_spread(values: Sample, mean_format: str, spread_format: str) -> str:
-    """Mean ± standard deviation, of one value the value alone."""
+    """Mean ± standard deviation; of one value, or of values that are not finite, the mean alone."""
     text = f"{fmean(values):{mean_format}}"
-    return f"{text} ± {stdev(values):{spread_format}}" if len(values) > 1 else text
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return text
+    return f"{text} ± {stdev(values):{spread_format}}"
 
 
 def against_best(samples: Sequence[Sample], better: str | None) -> list[float]:

@@ -47,7 +47,8 @@ def main(words: list[str]) -> int:
         raise ValueError(f"--resources is not an option of --engine {args.engine}")
     resources = read_pairs(args.resources, "--resources")
     args.resources = {name: yaml.safe_load(text) for name, text in resources.items()}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.default_int_handler)
     try:
         sweeps = [Sweep(name, args, words[split + 1 :]) for name in args.plans]
         for sweep in sweeps:

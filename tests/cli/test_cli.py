@@ -34,6 +34,9 @@ WRONG = {
     "--model gsl --config {unknown}": "unrecognized option 'model.num_latent' in a file: gsl",
     "--config {short}": "in a file its name is trainer.max_steps",
     "--config {name}": "should read like what --print_config prints",
+    "--config {empty}": "should read like what --print_config prints",
+    "--save_every 5 --barebones true": "--save_every has no effect",
+    "--model json.dumps": "json has no class dumps",
     "--num_latent 3": "did you mean --num_latents?",
     "--trainer.max_epoch 3": "did you mean --trainer.max_epochs?",
     "--colour blue": "unrecognized arguments: --colour",
@@ -46,7 +49,7 @@ WRONG = {
     "--batch_size 5000": "more than the 60 items to train on",
     "--data mnits": "did you mean mnist?",
     "--data community-graph": "choose from mnist, fashion-mnist, kmnist",
-    "--seed -1": "not in bounds",
+    "--seed -1": "--seed -1 is not in bounds",
     "--max_steps -7": "max_steps",
     "--precision 16-true": "choose from 32-true",
     "--save_every 0": "--save_every: must be >0, got 0",
@@ -63,6 +66,7 @@ FILES = {
     "broken": b"model: [1, 2\n",
     "short": b"max_steps: 3\n",
     "name": b"model: vae\n",
+    "empty": b"trainer:\n",
     "unknown": b"model: {class_path: catnat.lit_modules.DiscreteVAE, init_args: {num_latent: 3}}",
 }
 

@@ -106,6 +106,7 @@ def test_a_run_is_resumed_with_what_it_began_with(workspace, capfd):
         "--model=ppo",
         "--max_steps=2",
         "--model.optimizer=sgd",
+        "--seed=5",
     ]
     for option in options:
         assert train.main([f"--ckpt_path={path}", "--max_steps=5", option]) == 2

@@ -197,7 +197,7 @@ def test_a_checkpoint_predicts_and_a_callback_takes_the_predictions():
 
 
 WRONG = {
-    "--data own_classes.Nois": "own_classes has no Nois; did you mean Noise?",
+    "--data own_classes.Nois": "own_classes has no class Nois; did you mean Noise?",
     "--data own_classes.Plain": "not correspond to a subclass of LightningDataModule",
     "--model gsl --data mnist": "unknown data 'mnist'; choose from community-graph",
     "--model gsl --data own_classes.Pairs": "num_nodes",

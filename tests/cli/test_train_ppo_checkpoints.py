@@ -65,11 +65,20 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(model, clock, capfd, i
 STARTED = ["--learning_rate=0.002", "--gamma=0.9", "--seed=4", "--head_options.amplitude=5"]
 
 
-def test_a_run_is_resumed_with_what_it_began_with_and_says_what_differs(capfd):
+def test_a_run_is_resumed_with_what_it_began_with_and_says_what_differs(capfd, monkeypatch):
     assert run(*QUICK, *STARTED) == 0
     before = config(FOLDER)
     capfd.readouterr()
     more = ["--total_steps=192", "--gamma=0.8"]
+    for optimizer in ("class=torch.optim.SGD", "kwargs={weight_decay: 0.5}"):
+        options = [*more, f"--policy_kwargs.optimizer_{optimizer}"]
+        assert train.main(["--model=ppo", "--ckpt_path=last", *options]) == 2
+        assert "is of another model.policy_kwargs.optimizer_" in one_line(capfd)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(RunSB3, "_on_step", None)  # the first step fails
+        train.main(["--model=ppo", "--ckpt_path=last", *more])
+    assert config(FOLDER) == before and (FOLDER / "metrics.json").is_file()
+    capfd.readouterr()
     assert train.main(["--model=ppo", "--ckpt_path=last", *more]) == 0
     remark = "with other options: gamma 0.9 -> 0.8, total_steps 128 -> 192"
     assert remark in capfd.readouterr().out

@@ -1,6 +1,7 @@
 """catnat compare: runs and rows side by side."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -38,6 +39,19 @@ def test_runs_are_grouped_by_options_that_differ_and_the_best_is_marked(folders,
     low, high = significance.interval(NLL["softmax"], NLL["sigmoid"])
     assert f"({low:+.3g} to {high:+.3g})" in other
     assert picture.stat().st_size > 0
+
+
+def test_runs_of_any_kind_are_compared(folders, tmp_path, capsys):
+    begins, *others = map(Path, folders)
+    (begins / "config.yaml").rename(begins / ".lock")
+    (others[0] / "metrics.json").write_text(json.dumps({"test_loss": float("nan")}))
+    (others[1] / "metrics.json").write_text(json.dumps({"test_loss": 2}))
+    others[1].joinpath("config.yaml").write_bytes(others[0].joinpath("config.yaml").read_bytes())
+    assert run_command("compare", folders[:3]) == 0
+    assert f"{begins} has not finished" in capsys.readouterr().out
+    (others[1] / "metrics.json").write_text("[1]")
+    assert run_command("compare", folders) == 2
+    assert "metrics.json has no metrics by name" in capsys.readouterr().err
 
 
 def test_rows_are_compared_like_runs_but_have_no_curves(tmp_path, capsys):
