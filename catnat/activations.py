@@ -20,16 +20,15 @@ know the formula, and that a(0) is exactly 1/2.
 """
 
 import math
-import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from catnat.numerics import largest_score, log_never
+from catnat.numerics import largest_score, log_never, safe_log
 from catnat.tree import Sides
 
 DEFAULT_TAIL = 0.05
@@ -96,28 +95,26 @@ class NaturalActivation:
 
     amplitude: float = 2 * math.pi
     tail: float = 0.0
-    half_in_float32: float = field(init=False, repr=False)
-    joint: float = field(init=False, repr=False)  # d_t, 0 without a tail
-    steepness: float = field(init=False, repr=False)  # r
-    log_at_edge: float = field(init=False, repr=False)  # log probability of the rarer bit at d = 0
-
-    def __post_init__(self) -> None:
-        (rounded,) = struct.unpack("f", struct.pack("f", self.amplitude / 2))
-        angle = math.asin(math.sqrt(self.tail))
-        joint = 2 * angle / self.rate
-        steepness = self.rate / math.tan(angle) if self.tail else 0.0
-        log_at_edge = math.log(self.tail) - steepness * joint if self.tail else 0.0
-        vars(self).update(
-            half_in_float32=rounded,
-            joint=joint,
-            steepness=steepness,
-            log_at_edge=log_at_edge,
-        )
 
     @property
     def rate(self) -> float:
         """pi / A: the constant square root of the node's Fisher information."""
         return math.pi / self.amplitude
+
+    @property
+    def joint(self) -> float:
+        """d_t, the distance from the edge at which the tail begins; 0 without a tail."""
+        return 2 * math.asin(math.sqrt(self.tail)) / self.rate
+
+    @property
+    def steepness(self) -> float:
+        """r, the slope of the rarer bit's logarithm in the tail."""
+        return self.rate / math.tan(math.asin(math.sqrt(self.tail))) if self.tail else 0.0
+
+    @property
+    def log_at_edge(self) -> float:
+        """Logarithm of the rarer bit's probability on an edge, with a tail."""
+        return math.log(self.tail) - self.steepness * self.joint if self.tail else 0.0
 
     def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
         """Upper and lower edge of every node, each as a high and a low part, (4, S)."""
@@ -132,7 +129,9 @@ class NaturalActivation:
         half = self.amplitude / 2
         if dtype == torch.float64:
             return half, 0.0
-        return self.half_in_float32, half - self.half_in_float32
+        scaled = half * (2**29 + 1)
+        high = scaled - (scaled - half)  # the first 24 of 53 binary digits (Dekker, 1971)
+        return high, half - high
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
         """x = (2A/pi) (phi - pi/4), tan^2(phi) = right / left; an edge where one of them is 0.
@@ -151,13 +150,10 @@ class NaturalActivation:
 
     def distance(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """Distance to the nearer edge, negative outside, and whether that is the upper edge."""
-        if constants is None:
-            high, low = self.half_width(scores.dtype)
-            above = (high - scores) + low
-            below = (scores + high) + low
-        else:
-            above = (constants[0] - scores) + constants[1]
-            below = (scores - constants[2]) - constants[3]
+        high, low = self.half_width(scores.dtype)
+        edges: Any = (high, low, -high, -low) if constants is None else constants
+        above = (edges[0] - scores) + edges[1]
+        below = (scores - edges[2]) - edges[3]
         upper = above < below  # not torch.minimum: its gradient at a tie (s = C) would vanish
         return torch.where(upper, above, below), upper
 
@@ -168,12 +164,13 @@ class NaturalActivation:
         theta = distance * (self.rate / 2)
         theta = torch.where(theta < 1e-30, 1e-30, theta)  # steep, but finite; keeps NaN
         sine = torch.sin(torch.where(outside, 1.0, theta))
-        rare = torch.where(outside, log_never(sine.dtype), 2 * torch.log(sine))
-        likely = torch.where(outside, 0.0, torch.log1p(-sine * sine))
+        log_p: float | Tensor = log_never(sine.dtype)
+        log_rest: float | Tensor = 0.0
         if self.tail:
-            log_p, _ = self._tail_log(distance, outside)
-            rare = torch.where(outside, log_p, rare)
-            likely = torch.where(outside, torch.log1p(-log_p.exp()), likely)
+            log_p, _ = self._tail_log(distance)
+            log_rest = torch.log1p(-log_p.exp())
+        rare = torch.where(outside, log_p, 2 * torch.log(sine))
+        likely = torch.where(outside, log_rest, torch.log1p(-sine * sine))
         left = torch.where(upper, rare, likely)
         right = torch.where(upper, likely, rare)
         return _impossible_at_infinity(left, right, scores) if self.tail else (left, right)
@@ -183,17 +180,17 @@ class NaturalActivation:
         distance, _ = self.distance(scores, constants)
         information = torch.where(distance < 0, 0.0, self.rate**2 + 0 * distance)
         if self.tail:
-            outside = distance <= self.joint
-            log_p, beyond = self._tail_log(distance, outside)
+            log_p, beyond = self._tail_log(distance)
             p = log_p.exp()
             steep = torch.where(beyond, 0.0, self.steepness + 0 * p)
-            information = torch.where(outside, steep * (steep * (p / (1 - p))), information)
+            in_tail = steep * (steep * (p / (1 - p)))
+            information = torch.where(distance <= self.joint, in_tail, information)
         return information
 
-    def _tail_log(self, distance: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+    def _tail_log(self, distance: Tensor) -> tuple[Tensor, Tensor]:
         """log p of the rarer bit in the tail, and where it was cut off at the largest score."""
         bound = largest_score(distance.dtype)
-        log_p = self.log_at_edge + self.steepness * torch.where(outside, distance, 0.0)
+        log_p = self.log_at_edge + self.steepness * distance.clamp_max(self.joint)
         beyond = log_p < -bound
         return torch.where(beyond, -bound, log_p), beyond
 
@@ -282,8 +279,7 @@ def _impossible_at_infinity(left: Tensor, right: Tensor, scores: Tensor) -> Side
 
 def _floored_log(x: Tensor) -> Tensor:
     """log x; where x = 0 a finite number, so low that exp of it is 0."""
-    lowest = math.log(torch.finfo(x.dtype).smallest_normal) * 1.25
-    return torch.where(x <= 0, lowest, torch.log(torch.where(x <= 0, 1.0, x)))
+    return safe_log(x, math.log(torch.finfo(x.dtype).smallest_normal) * 1.25)
 
 
 def _sinh(t: Tensor) -> Tensor:

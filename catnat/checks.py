@@ -4,11 +4,11 @@ import difflib
 import math
 import operator
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
-def _require(rule: str, holds: Callable[[Any], bool], values: dict[str, float]) -> None:
+def _require(rule: str, holds: Callable[[Any], bool], values: Mapping[str, object]) -> None:
     for name, value in values.items():
         if not holds(value):
             raise ValueError(f"{name} must {rule}, got {value!r}")
@@ -105,9 +105,7 @@ def require_name(**values: str) -> None:
     Traceback (most recent call last):
     ValueError: head must be a name, so that it can be saved, got 3
     """
-    for name, value in values.items():
-        if not isinstance(value, str):
-            raise ValueError(f"{name} must be a name, so that it can be saved, got {value!r}")
+    _require("be a name, so that it can be saved", lambda value: isinstance(value, str), values)
 
 
 def did_you_mean(value: str, choices: Iterable[str]) -> str:

@@ -295,9 +295,7 @@ def pick(log_probs: Tensor, value: Tensor, checked: bool) -> Tensor:
     return chosen * torch.where(is_category, 1.0, torch.nan).to(chosen.dtype)
 
 
-def draw(
-    probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None = None
-) -> Tensor:
+def draw(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None) -> Tensor:
     """Random categories, (*, K) -> (*sample_shape, *) int64; never one of probability 0.
 
     Many draws of a row go through sums of its probabilities: in float32 they would lose categories

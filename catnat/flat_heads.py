@@ -5,6 +5,7 @@ from torch import Tensor
 
 from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import softmax_log_probs, sparsemax_log_probs
+from catnat.kernels.reference import centered
 from catnat.numerics import LOG_ZERO, safe_log, without_autocast
 
 
@@ -58,10 +59,10 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
         p = self.probs(scores)
         if damping == 0:
             possible = ~(p <= 0)
-            direction = _centered(grad, possible) / torch.where(possible, p, 1.0)
+            direction = centered(grad, possible) / torch.where(possible, p, 1.0)
             largest = torch.finfo(p.dtype).max / (4 * self.num_scores)  # their sum stays finite
             direction = direction.clamp(-largest, largest)
-            return _centered(direction, possible)  # P diag(1/p) P, with P the projection
+            return centered(direction, possible)  # P diag(1/p) P, with P the projection
         w = 1 / (p + damping)
         shift = grad.sum(-1, keepdim=True) / damping - (w * grad).sum(-1, keepdim=True)
         return w * (grad + p * shift / (p * w).sum(-1, keepdim=True))
@@ -125,10 +126,3 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         n = support.sum(-1, keepdim=True)
         half = (support * (q.sum(-1, keepdim=True) / (2 * n)) - q) / n
         return q, support, half
-
-
-def _centered(x: Tensor, inside: Tensor) -> Tensor:
-    """x minus its mean where ``inside`` is True, the mean taken there; 0 elsewhere."""
-    x = torch.where(inside, x, 0.0)
-    mean = x.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
-    return torch.where(inside, x - mean, 0.0)

@@ -39,23 +39,21 @@ def make_head(
     SoftmaxHead(num_categories=8, num_scores=8)
     """
     require_within(0, 1, "[)", mix=mix)
-    if not isinstance(head, CategoricalHead):
-        head = _build(head, num_categories, options)
-    elif options:
-        raise ValueError(f"options {sorted(options)} given with a finished head {head!r}")
-    elif head.num_categories != num_categories:
-        raise ValueError(f"head has {head.num_categories} categories, {num_categories} are needed")
+    if isinstance(head, CategoricalHead):
+        if options:
+            raise ValueError(f"options {sorted(options)} given with a finished head {head!r}")
+        if head.num_categories != num_categories:
+            got = head.num_categories
+            raise ValueError(f"head has {got} categories, {num_categories} are needed")
+    else:
+        name = ALIASES.get(head, head)
+        require_choice(head_names(), head=name)
+        parameters = inspect.signature(REGISTRY[name]).parameters
+        takes_any = any(option.kind == option.VAR_KEYWORD for option in parameters.values())
+        _, *names = parameters  # the first is num_categories
+        unknown = sorted(set(options) - set(names))
+        if unknown and not takes_any:
+            choices = ", ".join([*names, "mix"])
+            raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
+        head = REGISTRY[name](num_categories, **options)
     return MixedHead(head, mix) if mix else head
-
-
-def _build(head: str, num_categories: int, options: dict[str, Any]) -> CategoricalHead:
-    name = ALIASES.get(head, head)
-    require_choice(head_names(), head=name)
-    parameters = inspect.signature(REGISTRY[name]).parameters
-    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
-    _, *names = parameters  # the first is num_categories
-    unknown = sorted(set(options) - set(names))
-    if unknown and not takes_any:
-        choices = ", ".join([*names, "mix"])
-        raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
-    return REGISTRY[name](num_categories, **options)

@@ -61,7 +61,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 def uniform(
     shape: Sequence[int],
     like: Tensor,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Uniform levels in [0, 1) on the device of ``like``."""
@@ -95,14 +95,14 @@ def floored_sums(sums: Tensor) -> Tensor:
     return torch.where(impossible, LOG_ZERO + (finite - finite.detach()), sums)
 
 
-def safe_log(x: Tensor) -> Tensor:
-    """``log x`` for ``x >= 0``; :data:`LOG_ZERO` with zero gradient at 0. NaN stays NaN.
+def safe_log(x: Tensor, log_of_zero: float = LOG_ZERO) -> Tensor:
+    """``log x`` for ``x >= 0``, with zero gradient at 0. NaN stays NaN.
 
     >>> safe_log(torch.tensor([0.0, 1.0]))
     tensor([-1000.,     0.])
     """
     zero = x <= 0
-    return torch.where(zero, LOG_ZERO, torch.log(torch.where(zero, 1.0, x)))
+    return torch.where(zero, log_of_zero, torch.log(torch.where(zero, 1.0, x)))
 
 
 def finite_log_probs(log_probs: Tensor) -> Tensor:

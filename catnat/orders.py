@@ -40,14 +40,15 @@ def by_embedding(vectors: Tensor) -> Tensor:
     vectors = (vectors / torch.where(largest > 0, largest, 1)).float()  # whatever their scale
     K, device = len(vectors), vectors.device
     generator = torch.Generator(device).manual_seed(0)
-    leaves_below = torch.stack(subtree_sums(torch.ones(K, dtype=torch.float64))).long().to(device)
+    leaves_below = (
+        torch.stack(subtree_sums(torch.ones(K, dtype=torch.float64)), 1).long().to(device)
+    )
     members = torch.arange(K, device=device)[None]  # (nodes, places), -1 where there is no class
     for first, last in levels(K):
         if members.shape[1] <= 2:
             break
-        sizes = members.new_zeros(2, len(members))
-        sizes[0] = 1  # a leaf goes to the left
-        sizes[:, : last - first] = leaves_below[:, first - 1 : last - 1]
+        sizes = members.new_tensor([1, 0]).repeat(len(members), 1)  # a leaf goes to the left
+        sizes[: last - first] = leaves_below[first - 1 : last - 1]
         members = _split_level(vectors, members, sizes, generator)
     ranked = members.flatten()
     deepest = 2 ** (K - 1).bit_length() - K  # the first leaf of the last level, the leftmost one
@@ -129,7 +130,7 @@ def checked_frequent(frequent: int | Sequence[int] | Tensor, num_categories: int
 def _split_level(
     vectors: Tensor, members: Tensor, sizes: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """The members of the children of each node, (n, m) -> (2n, largest child)."""
+    """The members of the children of each node, (n, m) and (n, 2) -> (2n, largest child)."""
     n, m = members.shape
     start = torch.randn(vectors.shape[1], device=vectors.device, generator=generator)
     ranked = []
@@ -140,10 +141,10 @@ def _split_level(
         ranked.append(part.gather(1, best))
     order = torch.cat(ranked)
     place = torch.arange(int(sizes.max()), device=order.device)
-    begin = torch.stack((torch.zeros_like(sizes[0]), sizes[0]), 1)  # of the two children, (n, 2)
+    begin = sizes.cumsum(1) - sizes  # of the two children, (n, 2)
     at = (begin.view(2 * n, 1) + place).clamp_max(m - 1)
     children = order.repeat_interleave(2, 0).gather(1, at)
-    return torch.where(place < sizes.T.reshape(2 * n, 1), children, -1)
+    return torch.where(place < sizes.view(2 * n, 1), children, -1)
 
 
 def _principal(points: Tensor, inside: Tensor, start: Tensor) -> Tensor:

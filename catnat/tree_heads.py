@@ -63,7 +63,8 @@ class CatnatHead(CategoricalHead):
         order: Sequence[int] | Tensor | None = None,
     ) -> None:
         super().__init__(num_categories)
-        self.num_scores = self.num_categories - 1
+        K = self.num_categories
+        self.num_scores = K - 1
         require_finite(center=center)
         activation = self._make_activation()
         is_own = type(self).log_activation is not CatnatHead.log_activation
@@ -75,14 +76,13 @@ class CatnatHead(CategoricalHead):
         self.activation = activation
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
-        leaves = [] if order is None else checked_leaves(order, self.num_categories).tolist()
-        self.order = tuple(leaves) or None
-        self.tree_id = (self.num_categories, self.order)
+        self.order = None if order is None else tuple(checked_leaves(order, K).tolist())
+        self.tree_id = (K, self.order)
         self._has_paths = type(self).log_probs is CatnatHead.log_probs
         # A log_activation of one's own may change before the distribution asks for it.
-        self._is_lazy = self._has_paths and self.activation.is_fused
-        is_even = self.num_categories & (self.num_categories - 1) == 0 or not self.uniform_at_zero
-        self._is_centered = self.activation.is_fused and self.center == 0 and is_even
+        self._is_lazy = self._has_paths and activation.is_fused
+        is_even = K & (K - 1) == 0 or not self.uniform_at_zero
+        self._is_centered = activation.is_fused and self.center == 0 and is_even
         self._fill_cache()
 
     def _fill_cache(self) -> None:

@@ -375,7 +375,10 @@ class TreeLinear(nn.Module):
         first module that has a parameter.
         """
         if self.sparse:
-            yield prefix, _SparseRows(self)
+            rows = nn.Embedding.from_pretrained(self.weight, sparse=True)
+            rows.weight = self.weight
+            rows.register_parameter("bias", self.bias)
+            yield prefix, rows
         yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def extra_repr(self) -> str:
@@ -522,13 +525,3 @@ class TreeLinear(nn.Module):
         if (order := state_dict.get(f"{prefix}order")) is not None:
             self._set_places(checked_leaves(order, self.num_categories))
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-class _SparseRows(nn.Embedding):
-    """A stand-in for the tree's parameters, see :meth:`TreeLinear.named_modules`."""
-
-    def __init__(self, layer: TreeLinear) -> None:
-        nn.Module.__init__(self)
-        self.sparse = True
-        self.weight = layer.weight
-        self.register_parameter("bias", layer.bias)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from catnat.checks import checked_categories, checked_order, require_at_least, require_within
+from catnat.jax.distribution import Categorical
 from catnat.jax.flat_heads import SoftmaxHead, make_head
 from catnat.jax.head import checked_value
 from catnat.jax.numerics import at_least_float32, floored_sums
@@ -90,8 +91,7 @@ class TreeLinear:
         if self.frequent:
             column = jnp.minimum(place, self.frequent)
             log_prob = jnp.where(place < self.frequent, 0.0, log_prob)
-            scores = self._shortlist_scores(parameters, hidden)
-            log_prob = log_prob + SoftmaxHead(self.frequent + 1).log_prob(scores, column)
+            log_prob = log_prob + self._shortlist(parameters, hidden).log_prob(column)
         return jnp.where(is_class, log_prob, jnp.nan)
 
     def sample(
@@ -105,20 +105,20 @@ class TreeLinear:
         leaf = self.tree.sample_by(tree_key, _scores_at(parameters, hidden), shape, dtype)
         place = jnp.where(leaf < 0, -1, leaf + self.frequent)
         if self.frequent:
-            scores = self._shortlist_scores(parameters, hidden)
-            column = SoftmaxHead(self.frequent + 1).sample(block_key, scores, sample_shape)
+            shortlist = self._shortlist(parameters, hidden)
+            column = shortlist.sample(seed=block_key, sample_shape=sample_shape)
             place = jnp.where(column < self.frequent, column, place)  # -1 where a score is NaN
         if self.order is None:
             return place
         classes = jnp.asarray(np.argsort(self.order).astype(np.int32))
         return jnp.where(place < 0, -1, classes[place])
 
-    def _shortlist_scores(self, parameters: Parameters, hidden: Array) -> Array:
-        """Scores of the frequent classes and of "rare", (*, D) -> (*, F+1)."""
+    def _shortlist(self, parameters: Parameters, hidden: Array) -> Categorical:
+        """The softmax over the frequent classes and "rare", (*, D) -> (*)."""
         scores = at_least_float32(hidden @ parameters["shortlist.weight"].T)
         if "shortlist.bias" in parameters:
             scores = scores + parameters["shortlist.bias"]
-        return scores
+        return SoftmaxHead(self.frequent + 1)(scores)
 
 
 def _scores_at(parameters: Parameters, hidden: Array) -> Any:

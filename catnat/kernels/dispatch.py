@@ -152,7 +152,7 @@ def _launch(
     name: str,
     activation: Activation | None,
     constants: Tensor | None,
-    **tensors: Tensor,
+    **places: Tensor | None,
 ) -> None:
     """Call a C kernel or launch a Triton kernel.
 
@@ -161,8 +161,10 @@ def _launch(
         name: of the kernel.
         activation: of a tree; None for sparsemax and softmax.
         constants: of the nodes of a tree, or None.
-        tensors: what the kernel reads and, last, where it writes, by the names of a C job.
+        places: what the kernel reads and, last, where it writes, by the names of a C job; None
+            for what a kernel does not have.
     """
+    tensors = {name: x for name, x in places.items() if x is not None}
     if fused == "cpu":
         cpu.call(name, activation, constants, tensors)
         return
@@ -208,8 +210,7 @@ class _LogProbs(torch.autograd.Function):
     ) -> Tensor:
         K = scores.shape[-1] + (activation is not None)
         out = scores.new_empty((*scores.shape[:-1], K) if leaf is None else leaf.shape)
-        paths = {} if leaf is None else {"leaf": leaf}
-        _launch(fused, f"{name}_forward", activation, constants, scores=scores, **paths, out=out)
+        _launch(fused, f"{name}_forward", activation, constants, scores=scores, leaf=leaf, out=out)
         ctx.settings = name, activation, fused
         source = out if name == "sparsemax" else scores  # its gradient follows from log_probs alone
         ctx.save_for_backward(source, out if name == "softmax" else None, leaf, constants)
@@ -235,9 +236,17 @@ class _LogProbs(torch.autograd.Function):
             out = source.new_empty(source.shape)  # contiguous, unlike empty_like
             if leaf is not None:
                 out.zero_()  # paths add to it
-            tensors = {"scores": source, "log_probs": log_probs, "leaf": leaf, "grad": grad}
-            tensors = {key: x for key, x in tensors.items() if x is not None}
-            _launch(fused, f"{name}_backward", activation, constants, **tensors, out=out)
+            _launch(
+                fused,
+                f"{name}_backward",
+                activation,
+                constants,
+                scores=source,
+                log_probs=log_probs,
+                leaf=leaf,
+                grad=grad,
+                out=out,
+            )
         elif name == "sparsemax":  # a derivative of log_probs comes back to this method
             out = reference.sparsemax_vjp(source, grad)
         else:

@@ -115,9 +115,14 @@ def sparsemax_probs(scores: Tensor) -> Tensor:
 def sparsemax_vjp(log_probs: Tensor, grad: Tensor) -> Tensor:
     """Gradient in the scores from the gradient in the log-probabilities, (*, K) -> (*, K)."""
     support = ~(log_probs <= LOG_ZERO)
-    pulled = torch.where(support, grad * torch.where(support, -log_probs, 0.0).exp(), 0.0)
-    mean = pulled.sum(-1, keepdim=True) / support.sum(-1, keepdim=True)
-    return torch.where(support, pulled - mean, 0.0)
+    return centered(grad * torch.where(support, -log_probs, 0.0).exp(), support)
+
+
+def centered(x: Tensor, inside: Tensor) -> Tensor:
+    """x minus its mean where ``inside`` is True, the mean taken there; 0 elsewhere."""
+    x = torch.where(inside, x, 0.0)
+    mean = x.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
+    return torch.where(inside, x - mean, 0.0)
 
 
 def gradients(
