@@ -275,7 +275,9 @@ def checked_value(value: Tensor, num_categories: int, name: str = "value") -> Te
     """Categories as int64, after checking them where that does not wait for a device."""
     index = value.long()
     if can_branch_on(value):
-        wrong = index.clamp(0, num_categories - 1) != value
+        wrong = index.clamp(0, num_categories - 1) != index
+        if value.is_floating_point():
+            wrong |= index != value
         if bool(wrong.any()):
             got = value[wrong][0].item()
             raise ValueError(f"{name} must be a category from 0 to {num_categories - 1}, got {got}")

@@ -13,7 +13,8 @@ from catnat.activations import Activation
 from catnat.kernels import cpu, reference
 from catnat.numerics import common_shape, is_plain
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Before Triton 3.4, which torch 2.8 brings, a tuple in a kernel can hold no None.
+HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.__version__ >= "2.8"
 TREE_TRITON_LIMIT = 32768
 """Largest K of the Triton kernels for trees: a program holds all leaves of a row in registers."""
 SPARSEMAX_TRITON_LIMIT = 16384

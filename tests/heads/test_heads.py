@@ -332,3 +332,9 @@ def test_the_fisher_matrix_is_that_of_autograd(name, **options):
     assert torch.allclose(head.fisher_diagonal(scores), diagonal, rtol=1e-7, atol=1e-12)
     if head.fisher_is_diagonal:
         assert ((want - torch.diag_embed(want.diagonal(dim1=-2, dim2=-1))).abs() <= tolerance).all()
+
+
+def test_a_value_that_would_be_rounded_to_a_category_is_refused():
+    value = torch.tensor(260.0, dtype=torch.bfloat16)  # 259 rounds to it
+    with pytest.raises(ValueError, match="from 0 to 259, got 260"):
+        make_head("softmax", 260).log_prob(torch.zeros(260), value)
