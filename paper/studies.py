@@ -135,7 +135,7 @@ def step_times(text: str) -> pd.Series[float]:
 
 
 def at_equal_time(layers: Runs, text: str) -> Runs:
-    """The runs for which each output has the time that the fastest one needs for all steps."""
+    """Runs at equal time: each output does the steps that fit into the fastest one's full run."""
     ms = step_times(text)
     steps = (STEPS[text] * ms.min() / ms).astype(int)
     layers = layers[layers["text"] == text]
