@@ -118,6 +118,18 @@ def other_data(study: str, K: int, estimator: str, head: str = "sigmoid") -> lis
     return pair(f"{study}/curves.csv", "softmax", head, **where)
 
 
+# -- graphs ----------------------------------------------------------------------------------------
+
+
+def searched_graphs() -> Runs:
+    """Graphs by score function: theta's and psi's rates have the lowest mean validation loss."""
+    runs = select("graphs/runs.csv", plans="gsl")
+    search, final = runs[runs["stage"] == "search"], runs[runs["stage"] == "final"]
+    cell, rates = ["theta", "head", "head_options.tail"], ["learning_rate", "psi_learning_rate"]
+    chosen = best(search, final, "val/loss", cell, rates)
+    return chosen[chosen["psi_learning_rate"] != ""]
+
+
 # -- output layers ---------------------------------------------------------------------------------
 
 STEPS = {"words": 1000, "pairs": 1000, "docs": 800, "docs-before": 800, "small": 1000}

@@ -68,6 +68,7 @@ from studies import (
     noise,
     other_data,
     output_layers,
+    searched_graphs,
     step_times,
     vae,
 )
@@ -100,8 +101,13 @@ def likelihoods() -> Claims:
     gain = gains["sigmoid"]
     yield "lowers the test NLL on MNIST by", gain.min(), gain.max(), (gain > 0).sum(), len(gain)
     rates = vae(head="softmax", learning_rate=[0.0005, 0.001, 0.002, 0.003])
-    best_rates = rates.pivot_table("test/nll", COLUMN, "learning_rate").idxmin(axis=1)
-    yield "softmax's best rate of those run to the end in", (best_rates == 0.001).sum(), 18
+    means = rates.pivot_table("test/nll", COLUMN, "learning_rate")
+    is_best = means.idxmin(axis=1) == 0.001
+    words = "softmax's best rate of those run to the end in"
+    yield words, is_best.sum(), 18, means[0.0005].count()
+    rates = vae(head="sparsemax", learning_rate=[0.0003, 0.0005, 0.001])
+    behind = rates.pivot_table("test/nll", COLUMN, "learning_rate").min(axis=1) - ours["softmax"]
+    yield "sparsemax is above softmax by", behind.min(), behind.max(), len(behind)
     ahead = nll["natural"] - nll["sigmoid"]
     yield "mean NLL is below natural's in", (ahead > 0).sum(), 18, ahead.mean(), p_of(ahead)
     ahead = theirs["natural"] - theirs["sigmoid"]
@@ -115,9 +121,14 @@ def longer_runs() -> Claims:
         gaps = interval([differences(*runs, f"val/loss_{steps}") for runs in pairs])
         yield row(f"{steps:,}"), gaps, factor([log_factors(*runs, steps) for runs in pairs])
     yield "after 192,000 steps softmax is", gaps
-    nll = by_cell(vae(max_steps=192000), "test/nll", ["head", *COLUMN])
-    gaps = [welch(nll["softmax", *x], nll["sigmoid", *x]) for x in LONGEST]
-    yield row("192,000 steps"), gaps
+    last = [
+        differences(*runs, "val/loss_120000") - differences(*runs, "val/loss_192000")
+        for runs in pairs
+    ]
+    yield "from 120,000 to 192,000 steps it shrinks by", interval(last)
+    for words, options in (("192,000 steps", {"max_steps": 192000}), ("decay", {"lr_decay": 0.9})):
+        nll = by_cell(vae(**options), "test/nll", ["head", *COLUMN])
+        yield row(words), [welch(nll["softmax", *x], nll["sigmoid", *x]) for x in LONGEST]
 
 
 def other_optimizers() -> Claims:
@@ -132,11 +143,19 @@ def other_optimizers() -> Claims:
     failed = vae(**SGD, num_latents=[20, 30], num_categories=32, head=HEADS)
     counts = (failed["test/nll"] > 150).groupby(failed["head"]).sum()
     yield "At K = 32 the opponent does not train:", counts[["softmax", "natural", "sigmoid"]]
-    for N, K, rate in ((10, 8, 0.0002), (20, 16, 0.0005)):
-        setting = {"model": "mlp-vae", "stage": "final", "num_latents": N, "learning_rate": rate}
-        elbo = by_cell(select("vae/runs.csv", **setting), "test/elbo", "head")
-        gaps = [welch(elbo["sigmoid"], elbo[head]) for head in ("softmax", "natural")]
-        yield f"At ({N}, {K}), rate {rate}, sigmoid's ELBO is", gaps
+    runs = select("vae/runs.csv", model="mlp-vae", stage="final")
+    elbo = by_cell(runs, "test/elbo", ["num_latents", "head", "learning_rate"])
+    for N, K, others, rate in (
+        (10, 8, 0.0002, 0.0005),
+        (10, 8, 0.0002, 0.0002),
+        (20, 16, 0.0005, 0.0005),
+    ):
+        softmax, natural = elbo[N, "softmax", others], elbo[N, "natural", others]
+        sigmoid = elbo[N, "sigmoid", rate]
+        gaps = welch(natural, softmax), welch(sigmoid, softmax), welch(sigmoid, natural)
+        yield row(f"({N}, {K})", rate), gaps
+    gap = welch(elbo[10, "natural", 0.0002], elbo[10, "sigmoid", 0.0005])
+    yield "after the searched rate 0.0005 had ended below natural by", gap
     rates = select("vae/runs.csv", stage="final")
     rates = rates[rates["plans"].str.contains("vae_rates")]
     nll = rates.pivot_table("test/nll", [*COLUMN, "head", "seed"], "learning_rate")
@@ -159,6 +178,22 @@ def estimators() -> Claims:
     softmax, sigmoid = elbo["gumbel", "softmax"], elbo["gumbel", "sigmoid"]
     of_holm = 5 * welch_p(sigmoid, softmax)
     yield "in pairs of a seed its lead has p =", p_of(sigmoid - softmax), of_holm
+
+
+def saturation() -> Claims:
+    """What happens to learners in which scores of natural saturate."""
+    shares = 100 * vae(head="natural")["test/saturated"]
+    yield row("VAE, straight-through Gumbel"), shares.min(), shares.max()
+    runs = select("vae/runs.csv", model="mlp-vae", stage="final", learning_rate=[0.0002, 0.0005])
+    means = runs.groupby(["head", "num_latents", "learning_rate"]).mean(numeric_only=True)
+    shares = 100 * means.loc["natural", "test/saturated"]
+    lead = means.loc[("natural", 10), "test/elbo"] - means.loc[("softmax", 10), "test/elbo"]
+    yield row("VAE, score function, (10, 8)"), shares[10], lead
+    yield "in a VAE trained by score function ends with", shares
+    runs = select("games/runs.csv", head="natural")
+    runs = runs[runs["plans"].str.contains("ppo_seeds")]
+    shares, won = 100 * runs["fim/saturated"], runs["test/return"] == 500
+    yield row("CartPole, PPO"), shares.min(), shares.max(), won.sum(), len(won)
 
 
 def draws() -> Claims:
@@ -332,14 +367,15 @@ def elsewhere() -> Claims:
 
 def graphs() -> Claims:
     """Energy scores at the rates with the lowest mean validation loss over three seeds."""
+    final = searched_graphs()
+    thetas = final["theta"].unique()
     cell = ["theta", "head", "head_options.tail"]
-    runs = select("graphs/runs.csv", plans="gsl")
-    search, final = runs[runs["stage"] == "search"], runs[runs["stage"] == "final"]
-    final = best(search, final, "val/loss", cell, ["learning_rate", "psi_learning_rate"])
     scores = by_cell(final, "test/energy_score_2x", cell)
     errors = by_cell(final, "test/theta_mae", cell)
+    gaps = final.groupby([*cell[1:], cell[0]])["test/gap_2x"].mean()
+    shares = gaps["natural", 0.005] / gaps["softmax", 0]
+    yield "to the true model in energy score is", shares.min(), shares.max(), len(thetas)
     heads = (("softmax", 0), ("sigmoid", 0), ("natural", 0), ("natural", 0.005))
-    thetas = (0.1, 0.25, 0.5, 0.75, 0.9)
     for theta in thetas:
         yield row(theta), [scores[theta, *head].mean() for head in heads]
 
@@ -356,7 +392,27 @@ def graphs() -> Claims:
     closer, farther = below_and_above(errors, "natural", 0)
     words = "natural's error in theta is significantly below softmax's on"
     yield words, closer, len(thetas), farther
-    yield "Its energy score is below softmax's on", tailed, len(thetas)
+
+
+def lost_edges() -> Claims:
+    """Runs in which true edges reach probability 0."""
+    local = read("graphs/runs.csv")
+    local = local[local["plans"].str.contains("gsl_local")]
+    lost = {}
+    for estimator, runs in (("score function", searched_graphs()), ("local expectation", local)):
+        for (head, tail), edges in runs.groupby(["head", "head_options.tail"])["test/dead_edges"]:
+            name = f"{head}, tail {tail}, {estimator}" if tail else f"{head}, {estimator}"
+            lost[name] = sum(edges > 0), len(edges)
+            yield row(name), lost[name]
+    by_score = lost["natural, score function"], lost["sparsemax, score function"]
+    yield "at searched rates natural lost edges in", by_score
+    yield row("graphs, score function", "edges reach exactly 0"), by_score[0]
+    for rate, runs in select("graphs/runs.csv", plans="gsl_tail").groupby("learning_rate"):
+        cells = [
+            (sum(tailed["test/dead_edges"] > 0), len(tailed), tailed["test/gap_2x"].mean())
+            for _, tailed in runs.groupby("head_options.tail")
+        ]
+        yield row(f"rate {rate}"), cells
 
 
 def atari() -> Claims:
@@ -416,13 +472,15 @@ def digits() -> Claims:
     means = runs.groupby(["output", "learning_rate"])[["test/nll", "test/accuracy"]].mean()
     for cells, numbers in means.iterrows():
         yield row(*cells), numbers
+    losses = by_cell(runs, "test/nll", "output")
+    yield "Sigmoid's test NLL is above softmax's by", welch(losses["sigmoid"], losses["softmax"])
 
 
 def output_rows(words: str, layers: Runs) -> Claims:
-    """Rows of output layers: n, perplexity, percent above softmax's, of frequent words, of rare."""
+    """Rows of output layers: n, perplexity, % above softmax's, of frequent and rare, accuracy."""
     softmax = layers.loc[layers["output"] == "softmax", "test"].mean()
     for (name, steps, rate), runs in layers.groupby(["output", "steps", "rate"]):
-        test, *parts = runs[["test", "test_frequent", "test_rare"]].mean()
+        test, *parts = runs[["test", "test_frequent", "test_rare", "accuracy"]].mean()
         cells = row(words, f"{steps} steps, rate {rate}", name)
         yield cells, len(runs), test, 100 * (test / softmax - 1), parts
 
@@ -443,21 +501,31 @@ def outputs() -> Claims:
         faster[text] = 100 * (1 - means / means["softmax"])
     ahead = 100 * (1 - means / means["adaptive-2"])  # on "docs"
     texts = ["words", "pairs", "docs"]
-    small, large = (above.loc[f"hybrid-{F}", texts] for F in (1024, 4096))
-    adaptive = [*above.loc["adaptive-1", texts[:2]], above.loc["adaptive-2", "docs"]]
+    few, many = (above.loc[f"hybrid-{F}", [*texts, "small"]] for F in (1024, 4096))
+    one, two = (above.loc[f"adaptive-{cutoffs}"] for cutoffs in (1, 2))
     gains = faster["docs"][["hybrid-4096", "adaptive-2"]]
-    yield "After equal steps its test perplexity is", large.min(), large.max()
-    yield "frequent words with a tree over the others is", large.min(), large.max()
-    yield "half a percent on two texts, with byte pairs", large["pairs"]
-    yield "adaptive softmax's is level or", -adaptive[0]
-    yield "of training with 131,072 words it is", gains
+    yield "After equal steps its test perplexity is", many[texts], -many["small"]
+    large = many[texts].min(), many[texts].max()
+    yield "frequent words with a tree over the others is", large, -many["small"]
+    yield "half a percent on two texts, with byte pairs", many["pairs"]
+    yield "missed on two of three texts (table:", many[texts]
+    yield "with the better of the cutoffs tried, is", -one[["words", "small"]]
+    yield "of training with 131,072 words, its perplexity is", gains
+    adaptive = one["words"], two["words"], one["pairs"], two["docs"], one["small"]
     yield "`nn.AdaptiveLogSoftmaxWithLoss` |", adaptive, -gains["adaptive-2"]
-    yield "`TreeLinear(..., frequent=4096)` |", large, small, -gains["hybrid-4096"]
-    yield "`TreeLinear(...)`, a tree alone |", above.loc["tree", "words"]
+    yield "`TreeLinear(..., frequent=4096)` |", many, few, -gains["hybrid-4096"]
+    yield "`TreeLinear(...)`, a tree alone |", above.loc["tree", ["words", "small"]]
+    test = by_cell(full[full["text"] == "small"], "test", "output")
+    softmax = test["softmax"].to_numpy()
+    below = [
+        np.sort(np.multiply(welch(softmax, test[output]), 100 / softmax.mean()))[[1, 0, 2]]
+        for output in ("hybrid-4096", "adaptive-1")
+    ]
+    yield "the hybrid with F = 4,096 is below softmax by", below
     yield "was below softmax at equal steps, by", -above.loc["hybrid-1024", "docs-before"]
     yield 'on "docs" at equal time it is ahead (', ahead[["hybrid-1024", "hybrid-4096"]]
     ratios = tests.loc["hybrid-1024"] / tests.loc["hybrid-4096"]
-    words = "not refuted by the rule, F = 1,024 is"
+    words = "not refuted, F = 1,024 is"
     yield words, 100 * (ratios[["pairs", "words"]] - 1)
     yield 'F = 4,096 brings on "docs"', 100 * (1 - 1 / ratios["docs"])
     ratios = tests.loc["hybrid-8192"] / tests.loc["adaptive-1"]
@@ -482,7 +550,11 @@ def speed() -> Claims:
     """Times and memory of output layers, of paths and of a step of the VAE."""
     for text in ("docs", "words"):
         yield row(f'on "{text}"'), step_times(text)
+        rates = 8192 / step_times(text)  # thousands of tokens a second
+        yield row(f'tokens on "{text}"'), rates
     yield "A whole training step of a Transformer with 131,072 words took", step_times("docs")
+    saved = 1 - step_times("words")["adaptive-1"] / step_times("words")["softmax"]
+    yield "adaptive softmax with one cutoff saves", 100 * saved
     path = "speed/output_layer_frequent_h200.csv"
     layers = select(path, targets="zipf", commit="b533849").set_index("layer")
     ms, gb = layers["forward + backward ms"], layers["memory GB"]
@@ -493,17 +565,18 @@ def speed() -> Claims:
     softmax = [ms[half], gb[half], ms[exact], gb[exact]]
     yield "in bfloat16 the layer alone is", ms[exact] - ms[half]
     yield "is a small part of a step | `nn.Linear` and `cross_entropy` | | |", softmax
-    yield "words, two) | -17.3 % |", ms[adaptive], gb[adaptive]
-    yield "and 3.2 % | -18.9 % |", ms[hybrids], gb[hybrids[1]]
+    yield "tokens) | -17.3 % |", ms[adaptive], gb[adaptive]
+    yield "and -4.3 % | -18.9 % |", ms[hybrids], gb[hybrids[1]]
     sample = layers["sample ms, batch 1"][[exact, tree, *hybrids[:2]]]
     megabytes = layers["MB a sample, batch 1"][[exact, tree, *hybrids[:2]]]
-    yield "A softmax draws one class in", sample, megabytes
+    sample_64 = layers["sample ms, batch 64"][[exact, tree, *hybrids[:2]]]
+    yield "A softmax draws one class in", sample, megabytes, sample_64
     earlier = select(path, targets="zipf", commit="3f28ec5").set_index("layer")
     others = ["cut-cross-entropy", "liger"]
     yield "the same function | |", earlier.loc[others, [ms.name, gb.name]]
     yield "where softmax in float32 took", earlier.loc[exact, ms.name]
     uniform = select(path, targets="uniform", commit="b89688e+", layer=tree)[ms.name]
-    yield "equally frequent classes were not measured) | |", uniform, ms[tree], gb[tree]
+    yield "equally frequent classes were not measured | |", uniform, ms[tree], gb[tree]
     for head in TREES:
         yield row(head), select("speed/paths_cpu.csv", K=2**20, head=head)["ratio"]
     text = " ".join((PAPER / "speed/vae_speed_h200.txt").read_text().split())
@@ -515,10 +588,10 @@ def speed() -> Claims:
 
 
 STUDIES = (
-    *(likelihoods, longer_runs, other_optimizers, estimators, draws),
+    *(likelihoods, longer_runs, other_optimizers, estimators, saturation, draws),
     *(factors, less_noise, other_networks, longer_latents),
     *(rotation, noise_and_coupling, architectures, elsewhere),
-    *(graphs, atari, minatar, digits, outputs, by_count, speed),
+    *(graphs, lost_edges, atari, minatar, digits, outputs, by_count, speed),
 )
 
 
