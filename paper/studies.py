@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
-from measures import Runs, best, pair, read, select
+from measures import Runs, best, curves, log_step_of, pair, read, select
 
 TREES = ["sigmoid", "natural"]
 HEADS = ["softmax", *TREES]
@@ -110,6 +111,18 @@ def networks(encoder: str, decoder: str, steps: int = 20000) -> list[Runs]:
     """Softmax and sigmoid with an encoder and a decoder."""
     where = {"encoder": encoder, "decoder": decoder, "max_steps": steps}
     return pair("architecture/curves.csv", **where)
+
+
+def long_convolutional() -> list[float]:
+    """Log factors after 60,000 steps, convolutional (10, 16), softmax at its best rate there.
+
+    Softmax's runs are those of the study vae: the search of the study architecture chose another.
+    """
+    _, sigmoid = networks("conv", "conv", 60000)
+    softmax = vae(head="softmax", **size(10, 16, "gray"))["val/loss"]
+    losses = curves(sigmoid)
+    steps = [log_step_of(losses.loc[seed].dropna(), softmax[seed]) for seed in losses.index]
+    return [np.log(60000) - step for step in steps]
 
 
 def other_data(study: str, K: int, estimator: str, head: str = "sigmoid") -> list[Runs]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import product, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from measures import (
     bootstrap,
     by_cell,
     crossings,
+    curves,
     differences,
     factor,
     interquartile_mean,
@@ -62,6 +63,7 @@ from studies import (
     STEPS,
     TREES,
     at_equal_time,
+    long_convolutional,
     longest,
     mechanism,
     networks,
@@ -125,7 +127,7 @@ def longer_runs() -> Claims:
         differences(*runs, "val/loss_120000") - differences(*runs, "val/loss_192000")
         for runs in pairs
     ]
-    yield "from 120,000 to 192,000 steps it shrinks by", interval(last)
+    yield "between steps 120,000 and 192,000 it shrinks by", interval(last)
     for words, options in (("192,000 steps", {"max_steps": 192000}), ("decay", {"lr_decay": 0.9})):
         nll = by_cell(vae(**options), "test/nll", ["head", *COLUMN])
         yield row(words), [welch(nll["softmax", *x], nll["sigmoid", *x]) for x in LONGEST]
@@ -174,10 +176,12 @@ def estimators() -> Claims:
         lead = welch(elbo[sigmoid], elbo[softmax])
         yield row(estimator), len(elbo[sigmoid]), lead, welch(nll[softmax], nll[sigmoid])
         if estimator == "reinmax":
-            yield "nor with ReinMax, in a small VAE alone:", lead
+            yield "which was tried only in a small VAE:", lead
     softmax, sigmoid = elbo["gumbel", "softmax"], elbo["gumbel", "sigmoid"]
     of_holm = 5 * welch_p(sigmoid, softmax)
     yield "in pairs of a seed its lead has p =", p_of(sigmoid - softmax), of_holm
+    softmax, sigmoid = nll["straight-through", "softmax"], nll["straight-through", "sigmoid"]
+    yield "by Holm's method over five p =", 5 * welch_p(sigmoid, softmax)
 
 
 def saturation() -> Claims:
@@ -233,9 +237,9 @@ def rates_of(runs: list[Runs]) -> str:
     return ", ".join("/".join(map(str, head["learning_rate"].unique())) for head in runs)
 
 
-def latent_row(data: str, model: str, estimator: str, steps: int, runs: list[Runs]) -> Claims:
+def latent_row(data: str, model: str, estimator: str, steps: int, logs: list[float]) -> Claims:
     """A row of the table "Does it help my latents?": the factor and n."""
-    if logs := log_factors(*runs, steps):
+    if logs:
         yield row(data, model, estimator, f"{steps:,}"), factor(logs), len(logs)
 
 
@@ -250,7 +254,8 @@ def less_noise() -> Claims:
         ("score function, 64 draws", ("score-function", 64)),
     ):
         model = "convolutional, (10, 8)"
-        yield from latent_row("MNIST", model, estimator, 10000, noise(*setting))
+        logs = log_factors(*noise(*setting), 10000)
+        yield from latent_row("MNIST", model, estimator, 10000, logs)
 
 
 def other_networks() -> Claims:
@@ -259,32 +264,40 @@ def other_networks() -> Claims:
         runs = networks(encoder, decoder)
         yield from factor_row([encoder, decoder, "20,000", rates_of(runs)], runs, 20000)
         model = f"{encoder} encoder, {decoder} decoder, (10, 16)"
-        yield from latent_row("MNIST", model, GUMBEL, 20000, runs)
-    for encoder, decoder in NETWORKS[:2]:
+        yield from latent_row("MNIST", model, GUMBEL, 20000, log_factors(*runs))
         runs = networks(encoder, decoder, 60000)
         yield from factor_row([encoder, decoder, "60,000", rates_of(runs)], runs, 60000)
-        model = f"{encoder} encoder, {decoder} decoder, (10, 16)"
-        yield from latent_row("MNIST", model, GUMBEL, 60000, runs)
+        if encoder == decoder and len(runs[0]):
+            logs = long_convolutional() if encoder == "conv" else log_factors(*runs)
+            yield from latent_row("MNIST", model, GUMBEL, 60000, logs)
+    yield "To the loss with which softmax ends there at 0.001 it is", factor(long_convolutional())
     for (study, data, N, K, steps), estimator in product(OTHER_DATA, ESTIMATORS):
         for head in TREES:
             runs = other_data(study, K, estimator, head)
             yield from factor_row([f"({N}, {K})", estimator, head, rates_of(runs)], runs, steps)
         model = f"convolutional, ({N}, {K})"
-        runs = other_data(study, K, estimator)
-        yield from latent_row(data, model, ESTIMATORS[estimator], steps, runs)
+        logs = log_factors(*other_data(study, K, estimator), steps)
+        yield from latent_row(data, model, ESTIMATORS[estimator], steps, logs)
 
 
 def longer_latents() -> Claims:
     """Rows of "Does it help my latents?" about MNIST and convolutional networks."""
+    shares: dict[int, list[float]] = {20000: [], 60000: []}  # percent of softmax's steps
     for N, K in SIZES:
         model = f"convolutional, ({N}, {K})"
-        yield from latent_row("MNIST", model, GUMBEL, 20000, mechanism(K))
-        yield from latent_row("MNIST", model, GUMBEL, 60000, mechanism(K))
+        for steps in (20000, 60000):
+            logs = log_factors(*mechanism(K), steps)
+            yield from latent_row("MNIST", model, GUMBEL, steps, logs)
+            shares[steps].append(100 / factor(logs)[0])
         if K != 16:
-            eight_draws = mechanism(K, **PROBING | {"draws": 8})
-            yield from latent_row("MNIST", model, f"{GUMBEL}, 8 draws", 60000, eight_draws)
-            binary = longest("binary", N, K)
-            yield from latent_row("MNIST, binary", model, GUMBEL, 60000, binary)
+            logs = log_factors(*mechanism(K, **PROBING | {"draws": 8}))
+            yield from latent_row("MNIST", model, f"{GUMBEL}, 8 draws", 60000, logs)
+            logs = log_factors(*longest("binary", N, K), 60000)
+            yield from latent_row("MNIST, binary", model, GUMBEL, 60000, logs)
+            shares[60000].append(100 / factor(logs)[0])
+    others = [*starmap(networks, NETWORKS), *(other_data("glyphs", K, "gumbel") for K in (16, 32))]
+    shares[20000] += [100 / factor(log_factors(*runs))[0] for runs in others]
+    yield "softmax's steps it needs", [(min(x), max(x)) for x in (shares[60000], shares[20000])]
 
 
 def rotation() -> Claims:
@@ -305,11 +318,81 @@ def rotation() -> Claims:
     yield "The rotation keeps", cost, factor(logs)
 
 
+def kept(head: str, K: int = 8, **options: Any) -> float:
+    """The share of a tree's lead over softmax in ELBO that a variant of it keeps."""
+    leads = []
+    for second in (head, head.partition("-")[0]):
+        softmax, tree = mechanism(K, second=second, **options)
+        leads.append(differences(tree, softmax, "test/elbo").mean())
+    return leads[0] / leads[1]
+
+
+def hypotheses() -> Claims:
+    """Hypotheses of the plans mechanism and probing that no other function is about."""
+    ungated = [f"{head}-ungated" for head in TREES]
+    rotated = [f"{head}-rotated-3" for head in TREES]
+    yield "at (20, 32) rotated trees keep", [kept(head, 32) for head in (*rotated, *ungated)]
+    two_rates = [kept(head, learning_rate=rate) for head in ungated for rate in (0.0005, 0.002)]
+    yield "at the two other rates ungated sigmoid keeps", two_rates
+    sgd = {"optimizer": "sgd", "learning_rate": [0.003, 0.01]}
+    yield "with SGD ungated trees keep", [kept(head, **sgd) for head in (*ungated, rotated[0])]
+    yield "*levels*, which has none, keeps", [kept("sigmoid-levels", K) for K in (8, 32)]
+    swaps = [
+        [factor(log_factors(*mechanism(K, second=head)))[0] for K in (8, 32)]
+        for head in ("sigmoid-paths-gradient", "softmax-paths-tree-gradient")
+    ]
+    yield "values of a tree with gradients of softmax-paths have a factor of", swaps
+    rows = read("mechanism/certainty.csv")
+    kl = dict(iter(curves(rows, "val/kl").mean(axis=1).groupby(rows["head"])))
+    heads = ("sigmoid-coupled-1", "softmax", "sigmoid-opposed-0.5")
+    yield (
+        "refuted by its rule (Welch: p =",
+        [welch_p(kl[x], kl["sigmoid-coupled-0"]) for x in heads],
+    )
+    heads = ("softmax-paths-tree-gradient", "sigmoid-paths-gradient")
+    more = [(kl[head] - kl["sigmoid-coupled-1"]).mean() for head in heads]
+    yield "with one pass alone KL is higher by", more
+
+
+def probing() -> Claims:
+    """Hypotheses of the plan probing: the share of softmax's distance to sigmoid that is left."""
+    cell = ["num_categories", "head", "decoder", "even", "draws"]
+    runs = select("mechanism/runs.csv", plans="probing", max_steps=60000)
+    elbo = runs.groupby(cell)["test/elbo"].mean()
+    plain = ("plain", 0.0, 1)
+    many = ("plain", 0.0, 8)
+
+    def left(K: int, softmax: str, theirs: Any, tree: str, ours: Any) -> float:
+        distance = elbo[K, tree, *plain] - elbo[K, softmax, *plain]
+        return (elbo[K, tree, *ours] - elbo[K, softmax, *theirs]) / distance
+
+    for words, change in (
+        ("with the path of a category in its decoder softmax keeps", ("tree", 0.0, 1)),
+        ("paid for even use it keeps", ("plain", 1.0, 1)),
+        ("with eight draws softmax keeps", many),
+    ):
+        yield words, [left(K, "softmax", change, "sigmoid", plain) for K in (8, 32)]
+    yield (
+        "with eight draws for both heads",
+        [left(K, "softmax", many, "sigmoid", many) for K in (8, 32)],
+    )
+    coupled = ("sigmoid-coupled-1", many, "sigmoid-coupled-0", many)
+    yield "with eight draws C = 1 keeps", [left(K, *coupled) for K in (8, 32)]
+    early = select("mechanism/runs.csv", plans="probing", max_steps=5000, decoder="plain")
+    elbo = early.groupby([early["early_kl"].replace("", 1.0), "head"])["test/elbo"].mean()
+    gaps = elbo.xs("sigmoid", level=1) - elbo.xs("softmax", level=1)
+    yield "with weights 2 and 4 softmax keeps", gaps[2] / gaps[1], gaps[4] / gaps[1]
+    late = select("mechanism/runs.csv", plans="probing", max_steps=10000)
+    loss = late.groupby("head")["val/loss"].mean()
+    distance = differences(*mechanism(32), "val/loss_10000").mean()
+    yield "after 10,000 steps it keeps", (loss["softmax"] - loss["sigmoid"]) / distance
+
+
 def noise_and_coupling() -> Claims:
     """More draws of z, no bias, coupling with them, and the opposite coupling."""
     one, _, many, unbiased = (log_factors(*noise(*setting), 10000) for setting in SETTINGS)
-    for words in ("with intervals that reach below 2: it is", "sigmoid at the third loss is"):
-        yield words, factor(many), factor(unbiased)
+    words = "because sigmoid's factor of steps stays above 2:"
+    yield words, factor(many), factor(unbiased)
     changes = [np.subtract(logs, one[: len(logs)]) for logs in (many, unbiased)]
     words = "against one draw it changes times"
     yield words, [(factor(change)[0], p_of(change)) for change in changes]
@@ -338,6 +421,13 @@ def architectures() -> Claims:
     changes = [*of_decoder, *of_encoder, (conv, plain)]
     numbers = [(*np.exp(welch(*logs)), welch_p(*logs)) for logs in changes]
     yield "A convolutional decoder multiplies the factor by", numbers
+    crossed = [max(crossings(*networks(*x))) for x in NETWORKS]
+    glyphs = max(crossings(*other_data("glyphs", 16, "gumbel")))
+    yield "softmax has the lower loss in the first", min(*crossed, glyphs), max(*crossed, glyphs)
+    yield "and in all of them softmax is ahead at first, for", min(crossed), max(crossed)
+    kl = [[curves(runs, "val/kl").dropna(axis=1) for runs in networks(*x)] for x in NETWORKS[:3]]
+    more = [(softmax - sigmoid).mean() for softmax, sigmoid in kl]
+    yield "Softmax's KL is above sigmoid's by", [(gaps.min(), gaps.max()) for gaps in more]
 
 
 def elsewhere() -> Claims:
@@ -350,6 +440,11 @@ def elsewhere() -> Claims:
     runs = select("frames/runs.csv", stage="final")
     kl = runs[runs["head"] == "softmax"].groupby("estimator")["val/kl"].mean()
     yield "Softmax's validation KL is", kl
+    changes = [len(crossings(*other_data("frames", 32, *x))) for x in product(ESTIMATORS, TREES)]
+    yield "The mean curves of two heads change places", min(changes), max(changes)
+    losses = select("frames/curves.csv", estimator=list(ESTIMATORS))
+    ends = losses["val/loss_10000"] - curves(losses).min(axis=1)
+    yield "above its lowest validation loss by at most", ends.groupby(losses["estimator"]).max()
     elbo = by_cell(runs, "test/elbo", ["estimator", "head"])
     gaps = [
         welch(elbo[estimator, head], elbo[estimator, "softmax"])
@@ -426,8 +521,8 @@ def atari() -> Claims:
     ):
         softmax = returns[game, "softmax", rate]
         natural = returns[game, "natural", rate_of_natural]
-        p = [welch_p(softmax, natural)] if rate == rate_of_natural else []
-        yield words, softmax.mean(), natural.mean(), len(softmax), len(natural), p
+        counts = len(softmax), len(natural)
+        yield words, softmax.mean(), natural.mean(), counts, welch_p(softmax, natural)
     printed = pd.json_normalize(PRINTED["rl_return"]).set_index(["env", "head"])
     p_values = []
     for game in ("Breakout", "Seaquest"):
@@ -458,6 +553,8 @@ def minatar() -> Claims:
             if head != "softmax":
                 numbers += bootstrap([*sample, *samples["softmax"]], iqm_difference)
             yield row(head, words), numbers
+    rates = runs[runs["head"].isin(HEADS)].groupby(["head", "env"])["learning_rate"].first()
+    yield "the larger of the two rates, is best in", (rates == 0.003).sum(), len(rates)
     counts = {len(values) for sample in samples.values() for values in sample}
     yield "nor on four games of MinAtar (n =", sorted(counts)
 
@@ -590,7 +687,7 @@ def speed() -> Claims:
 STUDIES = (
     *(likelihoods, longer_runs, other_optimizers, estimators, saturation, draws),
     *(factors, less_noise, other_networks, longer_latents),
-    *(rotation, noise_and_coupling, architectures, elsewhere),
+    *(rotation, hypotheses, probing, noise_and_coupling, architectures, elsewhere),
     *(graphs, lost_edges, atari, minatar, digits, outputs, by_count, speed),
 )
 
