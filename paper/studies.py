@@ -89,6 +89,9 @@ CHANGED_HEADS = (
     "softmax-scaled-4",
     "sigmoid-ungated",
     "natural-ungated",
+    "sigmoid-levels",
+    "sigmoid-paths-gradient",
+    "softmax-paths-tree-gradient",
     "sigmoid-natural-gradient-0.1",
     "softmax-natural-gradient-0.1",
 )
