@@ -141,7 +141,7 @@ class FisherMonitorSB3(BaseCallback):
 
 
 def write_now(logger: Logger, values: Mapping[str, Any], step: int, kind: type = KVWriter) -> None:
-    """Give outputs of a kind a row; values of the next row of training stay queued."""
+    """Write values at once, without those that wait for the next row of training."""
     for output in logger.output_formats:
         if isinstance(output, kind):
             output.write(dict(values), dict.fromkeys(values, ()), step)

@@ -68,7 +68,7 @@ def is_drawn(count: int, every: int) -> bool:
 def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
     """A Fisher matrix as an image (400, 460, 3) of bytes, with axes, color bar and tree levels.
 
-    The colors go from -1/4 to 1/4, in the logarithm of the magnitude, or further if an entry does.
+    Colors have a logarithmic scale from -1/4 to 1/4, or to the largest entry.
 
     Args:
         matrix: (S, S), finite.

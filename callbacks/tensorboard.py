@@ -191,7 +191,7 @@ class RunRecord(Callback):
 
 
 class Progress:
-    """Measures how fast a run is, and says how far it has come.
+    """The line that a run prints: its step, the time left, and metrics.
 
     Args:
         first_step: from which this process takes steps.

@@ -25,6 +25,7 @@ from studies import (
     NETWORKS,
     OTHER_DATA,
     SETTINGS,
+    long_convolutional,
     mechanism,
     networks,
     noise,
@@ -67,6 +68,7 @@ def other_studies() -> dict[str, list[Logs]]:
         for steps in (20000, 60000):
             if len((runs := networks(encoder, decoder, steps))[0]):
                 rows[f"{encoder} to {decoder}, {steps:,}"] = [[], log_factors(*runs), []]
+    rows["conv to conv, 60,000"] = [[], long_convolutional(), []]
     for (study, _, _, K, steps), estimator in product(OTHER_DATA, ESTIMATORS):
         logs = log_factors(*other_data(study, K, estimator), steps)
         if logs:

@@ -19,7 +19,8 @@ from scipy import stats
 
 PAPER = Path(__file__).resolve().parent
 PRINTED = json.loads((PAPER / "paper.json").read_text())  # the paper's own tables
-PAGES = [PAPER.parent / "README.md", *PAPER.rglob("*.md"), *PAPER.parent.glob("docs/*.md")]
+DOCS = [*PAPER.parent.glob("docs/*.md"), *PAPER.parent.glob("docs/heads/*.md")]
+PAGES = [PAPER.parent / "README.md", *PAPER.rglob("*.md"), *DOCS]
 NUMBER = re.compile(r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:e-?\d+)?")
 END = re.compile(r"\n\n|\n- |\n\||\n#")  # of a paragraph, an entry of a list, or a row
 Runs = pd.DataFrame

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
-from measures import Runs, best, pair, read, select
+from measures import Runs, best, curves, log_step_of, pair, read, select
 
 TREES = ["sigmoid", "natural"]
 HEADS = ["softmax", *TREES]
@@ -88,6 +89,9 @@ CHANGED_HEADS = (
     "softmax-scaled-4",
     "sigmoid-ungated",
     "natural-ungated",
+    "sigmoid-levels",
+    "sigmoid-paths-gradient",
+    "softmax-paths-tree-gradient",
     "sigmoid-natural-gradient-0.1",
     "softmax-natural-gradient-0.1",
 )
@@ -112,10 +116,34 @@ def networks(encoder: str, decoder: str, steps: int = 20000) -> list[Runs]:
     return pair("architecture/curves.csv", **where)
 
 
+def long_convolutional() -> list[float]:
+    """Log factors after 60,000 steps, convolutional (10, 16), softmax at its best rate there.
+
+    Softmax's runs are those of the study vae: the search of the study architecture chose another.
+    """
+    _, sigmoid = networks("conv", "conv", 60000)
+    softmax = vae(head="softmax", **size(10, 16, "gray"))["val/loss"]
+    losses = curves(sigmoid)
+    steps = [log_step_of(losses.loc[seed].dropna(), softmax[seed]) for seed in losses.index]
+    return [np.log(60000) - step for step in steps]
+
+
 def other_data(study: str, K: int, estimator: str, head: str = "sigmoid") -> list[Runs]:
     """Softmax and a head on other data."""
     where = {"num_categories": K, "estimator": estimator}
     return pair(f"{study}/curves.csv", "softmax", head, **where)
+
+
+# -- graphs ----------------------------------------------------------------------------------------
+
+
+def searched_graphs() -> Runs:
+    """Graphs by score function: theta's and psi's rates have the lowest mean validation loss."""
+    runs = select("graphs/runs.csv", plans="gsl")
+    search, final = runs[runs["stage"] == "search"], runs[runs["stage"] == "final"]
+    cell, rates = ["theta", "head", "head_options.tail"], ["learning_rate", "psi_learning_rate"]
+    chosen = best(search, final, "val/loss", cell, rates)
+    return chosen[chosen["psi_learning_rate"] != ""]
 
 
 # -- output layers ---------------------------------------------------------------------------------
@@ -135,7 +163,7 @@ def step_times(text: str) -> pd.Series[float]:
 
 
 def at_equal_time(layers: Runs, text: str) -> Runs:
-    """The runs for which each output has the time that the fastest one needs for all steps."""
+    """Runs at equal time: each output does the steps that fit into the fastest one's full run."""
     ms = step_times(text)
     steps = (STEPS[text] * ms.min() / ms).astype(int)
     layers = layers[layers["text"] == text]

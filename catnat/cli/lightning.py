@@ -226,7 +226,7 @@ class CatnatCLI(RunCLI):
 
 
 def set_validation_interval(options: Options) -> None:
-    """Validate by steps in a run that is as long as a number of steps; at the latest, at the end.
+    """In a run limited by steps, validate every n steps, and at the end.
 
     A run of epochs validates after each, as Lightning does.
     """

@@ -17,8 +17,9 @@ import verdicts  # noqa: E402
 # Decimals that are options of runs or levels of tests, not results.
 SETTINGS = re.compile(
     r"0\.0+[1-58]\b|0\.(00025|1|25|5|75|9)\b|C = -?[\d.]+|rates? [\d.]+|"
-    r"coupling -?[\d.]+|above 1\.5|\(G \+ 0\.1 I\)|-0\.5\)"
+    r"coupling -?[\d.]+|above 1\.5|\(G \+ 0\.1 I\)|-0\.5\)|Python 3\.11"
 )
+PAIRS = r"(?<![\d.])\d[\d,]* (?:to|of) \d[\d,]*(?![\d.])"  # results, such as 18 of 18
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def test_pages_state_what_the_rows_say(claims):
             assert statement.holds(computed), (statement.page, words, computed)
 
 
-@pytest.mark.parametrize("page", [*PAPER.glob("**/README.md")], ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", measures.PAGES)
 def test_pages_state_no_other_results(claims, page):
     text = page.read_text()
     for _, computed, statements in claims:
@@ -46,7 +47,8 @@ def test_pages_state_no_other_results(claims, page):
                 start, end = statement.numbers[place].span()
                 text = text[:start] + " " * (end - start) + text[end:]
     text = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", " ".join(text.split()))
-    unclaimed = re.findall(r"\d+\.\d+", SETTINGS.sub(" ", text))
+    pattern = rf"{PAIRS}|\d+\.\d+" if page.name == "README.md" else PAIRS
+    unclaimed = re.findall(pattern, SETTINGS.sub(" ", text))
     assert not unclaimed, f"{page} has numbers without a claim"
 
 
