@@ -99,6 +99,20 @@ def awkward_scores(rows: int, S: int, share: float) -> Tensor:
     return torch.where(take, edge[pick], scores)
 
 
+def unusual_scores(head: CategoricalHead, dtype: torch.dtype) -> Tensor:
+    """Rows with NaN at the root and at a leaf, with infinities, and with the largest numbers."""
+    scores = torch.randn(9, head.num_scores, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[1, 0] = scores[2, -1] = torch.nan
+    scores[3, 0] = torch.inf
+    scores[4, 0] = -torch.inf
+    scores[5] = torch.inf
+    scores[6] = -torch.inf
+    for row, size in ((7, torch.inf), (8, torch.finfo(dtype).max)):
+        scores[row, 0] = -size
+        scores[row, -1] = size
+    return scores
+
+
 def random_mask(rows: int, K: int) -> Tensor:
     """Half of the categories at random, and at least one in every row."""
     mask = torch.rand(rows, K) < 0.5

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CATEGORIES, CATNAT, DTYPES, HEADS, CauchyHead, Flattened, leaf_path, random_scores
+from cases import (
+    CATEGORIES,
+    CATNAT,
+    DTYPES,
+    HEADS,
+    CauchyHead,
+    Flattened,
+    leaf_path,
+    random_scores,
+    unusual_scores,
+)
 from scipy.stats import chisquare
 
 from catnat import CategoricalHead, HeadCategorical, make_head
@@ -103,16 +113,9 @@ def test_where_values_cannot_be_checked_a_wrong_one_gives_nan(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CATNAT)
 def test_scores_that_are_not_finite_mean_what_they_mean_for_all_log_probabilities(name, dtype):
-    K = 6
-    head = make_head(name, K)
-    scores = torch.randn(6, K - 1, dtype=dtype)
-    scores[0, 0] = scores[1, -1] = torch.nan
-    scores[2, 0] = torch.inf
-    scores[3, -1] = -torch.inf
-    scores[4] = torch.inf
-    scores[5] = -1e38
-    value = torch.arange(K)[:, None].expand(K, 6)
-    got = head.log_prob(scores, value)
+    head = make_head(name, 6)
+    scores = unusual_scores(head, dtype)
+    got = head.log_prob(scores, torch.arange(6)[:, None].expand(6, len(scores)))
     want = head.log_probs(scores).T
     assert torch.allclose(got, want, rtol=1e-5, equal_nan=True)
 
