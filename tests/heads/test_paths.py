@@ -11,6 +11,7 @@ from cases import (
     HEADS,
     CauchyHead,
     Flattened,
+    both_floats,
     leaf_path,
     random_scores,
     unusual_scores,
@@ -110,7 +111,7 @@ def test_where_values_cannot_be_checked_a_wrong_one_gives_nan(name):
         assert grad[1].isnan().any() and grad[2].isnan().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 @pytest.mark.parametrize("name", CATNAT)
 def test_scores_that_are_not_finite_mean_what_they_mean_for_all_log_probabilities(name, dtype):
     head = make_head(name, 6)
@@ -123,7 +124,7 @@ def test_scores_that_are_not_finite_mean_what_they_mean_for_all_log_probabilitie
 # ---------------------------------------------------------------------------------- sample
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 @pytest.mark.parametrize("K", [2, 5, 8, 18])
 def test_samples_follow_the_probabilities(K, dtype):
     for head in heads(K):
@@ -161,7 +162,7 @@ def test_a_generator_decides_every_sample(name):
         assert not torch.equal(draw(torch.Generator().manual_seed(4)), first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 @pytest.mark.parametrize("K", [2, 5, 8])
 @pytest.mark.parametrize("name", CATNAT)
 def test_a_certain_split_goes_its_way_whatever_the_noise(name, K, dtype):
@@ -177,7 +178,7 @@ def test_a_certain_split_goes_its_way_whatever_the_noise(name, K, dtype):
         assert drawn.tolist() == [k] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 @pytest.mark.parametrize("name", CATNAT)
 def test_a_nan_on_the_path_gives_no_category(name, dtype):
     head = make_head(name, 5)
