@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +22,7 @@ from catnat.kernels import cpu
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 """A case that runs with ``-m slow`` alone."""
+both_floats = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 # The heads that the package defines; a test elsewhere may have registered others.
 HEADS = tuple(n for n in head_names() if REGISTRY[n].__module__.partition(".")[0] == "catnat")
@@ -99,11 +101,47 @@ def awkward_scores(rows: int, S: int, share: float) -> Tensor:
     return torch.where(take, edge[pick], scores)
 
 
+def unusual_scores(head: CategoricalHead, dtype: torch.dtype) -> Tensor:
+    """Rows with NaN at the root and at a leaf, with infinities, and with the largest numbers."""
+    scores = torch.randn(9, head.num_scores, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[1, 0] = scores[2, -1] = torch.nan
+    scores[3, 0] = torch.inf
+    scores[4, 0] = -torch.inf
+    scores[5] = torch.inf
+    scores[6] = -torch.inf
+    for row, size in ((7, torch.inf), (8, torch.finfo(dtype).max)):
+        scores[row, 0] = -size
+        scores[row, -1] = size
+    return scores
+
+
 def random_mask(rows: int, K: int) -> Tensor:
     """Half of the categories at random, and at least one in every row."""
     mask = torch.rand(rows, K) < 0.5
     mask[torch.arange(rows), torch.randint(K, (rows,))] = True
     return mask
+
+
+def assert_uniform(head: CategoricalHead, double: float = 1e-12, single: float = 2e-6) -> None:
+    """Zero scores give every category 1/K, up to these relative errors."""
+    for dtype, tolerance in ((torch.float64, double), (torch.float32, single)):
+        p = head.probs(torch.zeros(3, head.num_scores, dtype=dtype))
+        assert (p * head.num_categories - 1).abs().max() < tolerance
+
+
+def assert_same_however_called(head: CategoricalHead, *transforms: Callable) -> None:
+    """Log-probabilities under a mask: row by row, under autocast and as transformed."""
+    scores = random_scores(head, 6).float()
+    mask = random_mask(6, head.num_categories)
+
+    def log_probs(s: Tensor, m: Tensor) -> Tensor:
+        return head(s, mask=m).logits
+
+    want = log_probs(scores, mask)
+    for transform in (torch.func.vmap, *transforms):
+        assert torch.allclose(transform(log_probs)(scores, mask), want, rtol=1e-4, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(log_probs(scores, mask), want)
 
 
 def leaf_path(k: int, K: int) -> list[tuple[int, int]]:

@@ -24,6 +24,13 @@ def one_line(capfd):
     return line
 
 
+def assert_refused(status, reason, capfd):
+    """A command was wrong usage: one line says why, and no run was begun."""
+    assert status == 2
+    assert reason in one_line(capfd)
+    assert not Path("runs").exists()
+
+
 def printed(capsys, *argv):
     """What --print_config prints."""
     assert train.main([*argv, "--print_config"]) == 0

@@ -71,6 +71,12 @@ def run_fresh(*words: object) -> Done:
     return Fresh(*words).wait()
 
 
+def check_fresh(*words: object) -> None:
+    """Run ``python WORDS``, which must succeed."""
+    done = run_fresh(*words)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def _work(cwd: str, environment: dict[str, str], out: str, err: str, *words: str) -> None:
     os.chdir(cwd)
     os.environ.clear()

@@ -35,6 +35,12 @@ def make_trainer(steps=3, **options):
     return quiet_trainer(max_steps=steps, max_epochs=-1, **options)
 
 
+def assert_trains_and_tests(trainer, model, data):
+    trainer.fit(model, datamodule=data)
+    (tested,) = trainer.test(model, datamodule=data, verbose=False)
+    assert all(torch.tensor(value).isfinite() for value in tested.values())
+
+
 # -- optimizing by hand --------------------------------------------------------------------------
 
 
@@ -152,9 +158,7 @@ def test_scores_of_edges_may_read_the_batch():
         val_check_interval=2,
         check_val_every_n_epoch=None,
     )
-    trainer.fit(model, datamodule=data)
-    (tested,) = trainer.test(model, datamodule=data, verbose=False)
-    assert all(torch.tensor(value).isfinite() for value in tested.values())
+    assert_trains_and_tests(trainer, model, data)
     assert list(curve.series("val/loss")) == [1, 3]
 
 
@@ -219,6 +223,4 @@ def test_models_can_be_pickled_and_copied(kind):
 def test_other_precisions_train_and_test(kind, precision, data):
     model, data = small(kind, data)
     trainer = make_trainer(2, precision=precision, val_check_interval=2)
-    trainer.fit(model, datamodule=data)
-    (tested,) = trainer.test(model, datamodule=data, verbose=False)
-    assert all(torch.tensor(value).isfinite() for value in tested.values())
+    assert_trains_and_tests(trainer, model, data)

@@ -53,9 +53,7 @@ def tracked(tmp_path_factory):
 def source(tracked, tmp_path_factory):
     """The source distribution."""
     folder = tmp_path_factory.mktemp("source")
-    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder)]
-    done = subprocess.run(command, cwd=tracked, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_module("build", "--sdist", "--no-isolation", "--outdir", str(folder), cwd=tracked)
     (archive,) = folder.iterdir()
     return archive
 
@@ -79,18 +77,17 @@ def site(wheel, tmp_path_factory):
 
 def pip(command: str, *arguments: str) -> None:
     offline = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", command, *offline, *arguments],
-        capture_output=True,
-        text=True,
-    )
+    run_module("pip", command, *offline, *arguments)
+
+
+def run_module(*words: str, cwd: Path | None = None) -> None:
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_source_distribution_and_wheel_can_be_published(source, wheel):
-    command = [sys.executable, "-m", "twine", "check", "--strict", str(source), str(wheel)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_module("twine", "check", "--strict", str(source), str(wheel))
 
 
 def test_site_packages_get_one_package(site):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from cases import both_floats
 from scipy.stats import chisquare
 
 from catnat import make_head
@@ -102,7 +103,7 @@ def generator(seed=0):
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 1e6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 def test_frequencies_are_the_probabilities(temperature, dtype):
     probs = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01], dtype=dtype)
     draws = straight_through_gumbel(

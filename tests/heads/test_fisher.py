@@ -11,6 +11,7 @@ from cases import (
     GRID,
     TREES,
     autograd_fisher,
+    both_floats,
     leaf_path,
     make,
     random_scores,
@@ -119,7 +120,7 @@ def test_diagonal_and_mean_agree_with_the_matrix(name, K):
 
 @pytest.mark.parametrize("K", [2, 5, 8])
 @pytest.mark.parametrize("name", GRID)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 def test_mean_fisher_matrices_of_many_steps(name, K, dtype):
     head = make(name, K)
     scores = 2 * torch.randn(7, 3, head.num_scores, dtype=dtype)

@@ -12,7 +12,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from cases_fresh import one_server, run_fresh
+from cases_fresh import check_fresh, one_server
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("lit_modules", "datamodules", "callbacks")  # links make them packages of catnat
@@ -204,8 +204,7 @@ layer.nll(torch.zeros(3, 4), torch.tensor([0, 1, 9])).mean().backward()
 
 @one_server
 def test_heads_losses_and_the_output_layer_need_torch_and_numpy_alone():
-    done = run_fresh("-c", WITHOUT_EXTRAS)
-    assert done.returncode == 0, done.stderr
+    check_fresh("-c", WITHOUT_EXTRAS)
 
 
 ONE_IDENTITY = """
@@ -226,5 +225,4 @@ for name in ("callbacks.checkpoints", "datamodules.mnist", "lit_modules.vae"):
 
 @one_server
 def test_a_bare_name_gives_the_same_class_or_an_import_error():
-    done = run_fresh("-c", ONE_IDENTITY)
-    assert done.returncode == 0, done.stderr
+    check_fresh("-c", ONE_IDENTITY)

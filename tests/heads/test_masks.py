@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mpmath
 import pytest
 import torch
@@ -12,7 +14,9 @@ from cases import (
     HEADS,
     LIKE_NATURAL,
     CauchyHead,
+    assert_same_however_called,
     autograd_fisher,
+    both_floats,
     exact_split,
     leaf_path,
     random_mask,
@@ -136,19 +140,8 @@ def test_masks_and_scores_broadcast(name):
 )
 def test_compiled_batched_and_under_autocast_it_is_the_same(kind):
     torch._dynamo.reset()
-    head = make(kind, 5)
-    scores = random_scores(head, 6).float()
-    mask = random_mask(6, 5)
-
-    def log_probs(s, m):
-        return head(s, mask=m).logits
-
-    want = log_probs(scores, mask)
-    compiled = torch.compile(log_probs, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(scores, mask), want, rtol=1e-4, atol=1e-6)
-    assert torch.allclose(torch.func.vmap(log_probs)(scores, mask), want, rtol=1e-4, atol=1e-6)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(log_probs(scores, mask), want)
+    compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    assert_same_however_called(make(kind, 5), compiled)
 
 
 # -------------------------------------------------------------------------------------- errors
@@ -200,7 +193,7 @@ def test_masking_twice_is_masking_with_both(kind):
         head.masked(head.masked(scores[:1], ~none), none)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 @pytest.mark.parametrize("kind", ALL)
 def test_impossible_categories_have_one_floor_in_every_head(kind, dtype):
     head = make(kind, 6)

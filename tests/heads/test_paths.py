@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CATEGORIES, CATNAT, DTYPES, HEADS, CauchyHead, Flattened, leaf_path, random_scores
+from cases import (
+    CATEGORIES,
+    CATNAT,
+    DTYPES,
+    HEADS,
+    CauchyHead,
+    Flattened,
+    both_floats,
+    leaf_path,
+    random_scores,
+    unusual_scores,
+)
 from scipy.stats import chisquare
 
 from catnat import CategoricalHead, HeadCategorical, make_head
@@ -100,19 +111,12 @@ def test_where_values_cannot_be_checked_a_wrong_one_gives_nan(name):
         assert grad[1].isnan().any() and grad[2].isnan().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 @pytest.mark.parametrize("name", CATNAT)
 def test_scores_that_are_not_finite_mean_what_they_mean_for_all_log_probabilities(name, dtype):
-    K = 6
-    head = make_head(name, K)
-    scores = torch.randn(6, K - 1, dtype=dtype)
-    scores[0, 0] = scores[1, -1] = torch.nan
-    scores[2, 0] = torch.inf
-    scores[3, -1] = -torch.inf
-    scores[4] = torch.inf
-    scores[5] = -1e38
-    value = torch.arange(K)[:, None].expand(K, 6)
-    got = head.log_prob(scores, value)
+    head = make_head(name, 6)
+    scores = unusual_scores(head, dtype)
+    got = head.log_prob(scores, torch.arange(6)[:, None].expand(6, len(scores)))
     want = head.log_probs(scores).T
     assert torch.allclose(got, want, rtol=1e-5, equal_nan=True)
 
@@ -120,7 +124,7 @@ def test_scores_that_are_not_finite_mean_what_they_mean_for_all_log_probabilitie
 # ---------------------------------------------------------------------------------- sample
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 @pytest.mark.parametrize("K", [2, 5, 8, 18])
 def test_samples_follow_the_probabilities(K, dtype):
     for head in heads(K):
@@ -158,7 +162,7 @@ def test_a_generator_decides_every_sample(name):
         assert not torch.equal(draw(torch.Generator().manual_seed(4)), first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 @pytest.mark.parametrize("K", [2, 5, 8])
 @pytest.mark.parametrize("name", CATNAT)
 def test_a_certain_split_goes_its_way_whatever_the_noise(name, K, dtype):
@@ -174,7 +178,7 @@ def test_a_certain_split_goes_its_way_whatever_the_noise(name, K, dtype):
         assert drawn.tolist() == [k] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 @pytest.mark.parametrize("name", CATNAT)
 def test_a_nan_on_the_path_gives_no_category(name, dtype):
     head = make_head(name, 5)

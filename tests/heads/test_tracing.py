@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 from cases import COMPILED, OPTIONS, make, slow
-from cases_fresh import one_server, run_fresh
+from cases_fresh import check_fresh, one_server
 from torch.autograd.functional import jacobian
 
 pytestmark = pytest.mark.parametrize("name", COMPILED)
@@ -99,5 +99,4 @@ loss = lambda a, b: kl_divergence(head(a), head(b)).sum()
 got = torch.compile(loss, fullgraph=True, backend="aot_eager")(*scores)
 assert torch.allclose(got, loss(*scores), rtol=1e-4), (got, loss(*scores))
 """
-    done = run_fresh("-c", code)
-    assert done.returncode == 0, done.stderr
+    check_fresh("-c", code)

@@ -10,7 +10,18 @@ import pickle
 import numpy
 import pytest
 import torch
-from cases import CATNAT, DTYPES, GRID, CauchyHead, autograd_fisher, exact_log_probs, make, slow
+from cases import (
+    CATNAT,
+    DTYPES,
+    GRID,
+    CauchyHead,
+    assert_uniform,
+    autograd_fisher,
+    both_floats,
+    exact_log_probs,
+    make,
+    slow,
+)
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -40,7 +51,7 @@ def test_definition_in_sixty_digits(tail, K, amplitude):
 
 
 @pytest.mark.parametrize("tail", [0.005, 0.05])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 def test_the_middle_is_the_papers_split_bit_for_bit(tail, dtype, monkeypatch):
     monkeypatch.setattr(cpu, "library", lambda: None)
     head = make_head("natural", 2, tail=tail)
@@ -77,10 +88,7 @@ def test_no_score_is_without_gradient(dtype, how, monkeypatch):
 @pytest.mark.parametrize("tail", [0.05, 0.34, 0.45, 0.4999])
 @pytest.mark.parametrize("K", [3, 5, 18, 1000])
 def test_zero_scores_are_uniform_even_where_a_center_lies_in_the_tail(K, tail):
-    head = make_head("natural", K, tail=tail)
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 4e-6)):
-        p = head.probs(torch.zeros(K - 1, dtype=dtype))
-        assert (p * K - 1).abs().max() < tolerance
+    assert_uniform(make_head("natural", K, tail=tail))
 
 
 @pytest.mark.parametrize("options", [{"amplitude": 1e-15}, {"amplitude": 1e15}, {}])
@@ -147,7 +155,7 @@ def ordered(name, K=5, order=ORDER, **options):
 TREES = (*CATNAT, "own")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 @pytest.mark.parametrize("name", TREES)
 def test_class_k_has_the_probability_of_leaf_order_k(name, dtype):
     head = ordered(name)
@@ -224,12 +232,6 @@ class Sharp(CatnatHead):
 
     def log_activation(self, x):
         return tuple(nn.functional.logsigmoid(sign * (self.sharp * x + 1)) for sign in (-1, 1))
-
-
-def assert_uniform(head):
-    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-6)):
-        p = head.probs(torch.zeros(3, head.num_scores, dtype=dtype))
-        assert (p - 1 / head.num_categories).abs().max() < tolerance
 
 
 # ------------------------------------------------------------------------------------ never stale
@@ -333,7 +335,7 @@ def test_a_head_is_built_on_the_device_of_the_context(name, K):
     assert torch.equal(head.log_probs(scores), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both_floats
 @pytest.mark.parametrize("name", [*GRID, "own"])
 def test_a_head_built_in_inference_mode_can_be_trained(name, dtype):
     with torch.inference_mode():

@@ -91,16 +91,18 @@ def test_threads_do_not_change_anything(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["sparsemax", "softmax", *TREES])
-def test_the_gradient_of_transposed_scores_is_that_of_a_copy(name):
+def test_transposed_scores_give_the_numbers_and_the_gradient_of_a_copy(name):
     head = make(name, 18)
     value = torch.randint(18, (4, 7))
     for scores in (torch.randn(head.num_scores, 7).T, torch.randn(7, 2 * head.num_scores)[:, ::2]):
         for function in (head.log_probs, lambda scores: head.log_prob(scores, value)):
-            grads = []
+            outputs, grads = [], []
             for memory in (scores, scores.contiguous()):
                 leaf = memory.detach().requires_grad_()
-                function(leaf).square().sum().backward()
+                outputs.append(function(leaf))
+                outputs[-1].square().sum().backward()
                 grads.append(leaf.grad)
+            assert torch.equal(*outputs)
             torch.testing.assert_close(*grads)
 
 

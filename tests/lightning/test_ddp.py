@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import slow
 from cases_callbacks import quiet_trainer
-from cases_fresh import one_server, run_fresh
+from cases_fresh import check_fresh, one_server, run_fresh
 from cases_mnist import write_mnist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -134,8 +134,7 @@ def evaluate_one_item(folder):
 def folder(tmp_path_factory):
     """What :func:`work` leaves behind, done in a process of its own."""
     folder = tmp_path_factory.mktemp("ddp")
-    done = run_fresh(__file__, folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    check_fresh(__file__, folder)
     return folder
 
 

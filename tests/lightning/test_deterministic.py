@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from cases_callbacks import quiet_trainer
-from cases_fresh import one_server, run_fresh
+from cases_fresh import check_fresh, one_server
 from cases_replay import Watch, cuda
 from lightning.pytorch import seed_everything
 from torch.utils._pytree import tree_flatten
@@ -30,8 +30,7 @@ MODELS = {
 @cuda
 def test_two_runs_on_a_gpu_are_equal_bit_for_bit(data, tmp_path):
     for number in (1, 2):
-        done = run_fresh(__file__, data, tmp_path / str(number), "gpu")
-        assert done.returncode == 0, done.stderr
+        check_fresh(__file__, data, tmp_path / str(number), "gpu")
     for name in MODELS:
         one, other = (results(tmp_path / str(number) / name) for number in (1, 2))
         assert one == other, name

@@ -15,7 +15,7 @@ if __name__ == "__main__":  # what pytest does for the others
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 from cases_callbacks import Small, fit, loader
-from cases_fresh import one_server, run_fresh
+from cases_fresh import check_fresh, one_server
 
 from catnat import make_head
 from catnat.callbacks import FisherMonitor
@@ -78,8 +78,7 @@ def work(folder, devices):
 def folder(tmp_path_factory):
     """What :func:`work` leaves behind, with two ranks and with one process."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = run_fresh(__file__, folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    check_fresh(__file__, folder)
     return folder
 
 

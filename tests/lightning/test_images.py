@@ -90,13 +90,6 @@ class Conditional(Coloured):
         return x
 
 
-def test_a_method_that_fails_costs_its_image_only():
-    with pytest.warns(UserWarning, match=r"no images/reconstructions: .*TypeError: .*reconstruct"):
-        logger, trainer = drawn(Conditional("softmax"), torch.rand(4, 3, 32, 32), steps=2)
-    assert trainer.global_step == 2
-    assert "images/prior" in logger.images and "images/reconstructions" not in logger.images
-
-
 class Undecided(Coloured):
     """Its edges cannot be computed."""
 
@@ -105,7 +98,15 @@ class Undecided(Coloured):
         raise RuntimeError("no batch so far")
 
 
-def test_an_attribute_that_fails_costs_its_image_only():
-    with pytest.warns(UserWarning, match="no graph/theta: .*RuntimeError: no batch so far"):
-        logger, trainer = drawn(Undecided("softmax"), torch.rand(4, 3, 32, 32), steps=2)
-    assert trainer.global_step == 2 and "images/prior" in logger.images
+@pytest.mark.parametrize(
+    ("kind", "tag", "reason"),
+    [
+        (Conditional, "images/reconstructions", "TypeError: .*reconstruct"),
+        (Undecided, "graph/theta", "RuntimeError: no batch so far"),
+    ],
+)
+def test_a_method_or_an_attribute_that_fails_costs_its_image_only(kind, tag, reason):
+    with pytest.warns(UserWarning, match=f"no {tag}: .*{reason}"):
+        logger, trainer = drawn(kind("softmax"), torch.rand(4, 3, 32, 32), steps=2)
+    assert trainer.global_step == 2
+    assert "images/prior" in logger.images and tag not in logger.images

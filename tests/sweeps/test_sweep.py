@@ -135,11 +135,17 @@ def test_wrong_usage_is_not_tried_again_and_settings_that_failed_are_not_selecte
     assert [row["x"] for row in rows_of(path) if runs.is_finished(row)] == ["1.0", "1.0"]
 
 
-def test_an_interrupted_sweep_stops_its_runs_and_the_same_command_resumes_them(tmp_path):
+def start_gated(tmp_path):
+    """The gate for which the one run of a sweep waits, the plan, and the process of the sweep."""
     gate = tmp_path / "gate"
     path = write_plan(tmp_path, grid={"x": [1.0]}, options={"gate": str(gate)}, seeds=[1])
     process = start_sweep(path)
     wait_for(lambda: calls(path))
+    return gate, path, process
+
+
+def test_an_interrupted_sweep_stops_its_runs_and_the_same_command_resumes_them(tmp_path):
+    gate, path, process = start_gated(tmp_path)
     process.terminate()
     assert process.wait(60) == 130
     assert rows_of(path) == []
@@ -151,10 +157,7 @@ def test_an_interrupted_sweep_stops_its_runs_and_the_same_command_resumes_them(t
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_run_that_another_sweep_does_is_left_to_it(tmp_path, capsys, killed):
-    gate = tmp_path / "gate"
-    path = write_plan(tmp_path, grid={"x": [1.0]}, options={"gate": str(gate)}, seeds=[1])
-    process = start_sweep(path)
-    wait_for(lambda: calls(path))
+    gate, path, process = start_gated(tmp_path)
     if killed:  # the run goes on without its sweep
         process.kill()
         process.wait(60)
