@@ -497,8 +497,8 @@ def minatar() -> Claims:
         for (head, game), values in returns.items():
             samples[head].append(values.to_numpy() / returns["softmax", game].mean())
         for head, sample in samples.items():
-            counts = [*map(len, sample)]
-            numbers = [min(counts), max(counts), *bootstrap(sample, interquartile_mean)]
+            counts = {*map(len, sample)}  # one, as all games have equally many runs
+            numbers = [*counts, *bootstrap(sample, interquartile_mean)]
             if head != "softmax":
                 numbers += bootstrap([*sample, *samples["softmax"]], iqm_difference)
             yield row(head, words), numbers
