@@ -6,7 +6,7 @@ python paper/figures.py factors breakout  # some of: factors, longest, breakout
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
@@ -140,5 +140,10 @@ PICTURES: dict[str, Callable[[], None]] = {
 
 
 if __name__ == "__main__":
-    for picture in sys.argv[1:] or PICTURES:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pictures", nargs="*", metavar="PICTURE", help=", ".join(PICTURES))
+    pictures = parser.parse_args().pictures or [*PICTURES]
+    if unknown := [picture for picture in pictures if picture not in PICTURES]:
+        parser.error(f"unknown picture {unknown[0]!r}; choose from {', '.join(PICTURES)}")
+    for picture in pictures:
         PICTURES[picture]()
