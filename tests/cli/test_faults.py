@@ -258,7 +258,7 @@ ALONE = ["--devices=1", "--strategy=auto"]
         (signal.SIGINT, ()),
         slow(signal.SIGINT, RANKS),
         (signal.SIGTERM, RANKS),
-        (signal.SIGKILL, RANKS),  # of the second rank
+        slow(signal.SIGKILL, RANKS),  # of the second rank
     ],
 )
 def test_a_signal_ends_all_ranks_deletes_nothing_and_says_how_to_resume(signum, ranks, workspace):

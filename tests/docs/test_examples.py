@@ -43,6 +43,7 @@ def test_an_example_refuses_wrong_options_before_it_begins(script, run, capsys):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_digits_are_classified_with_every_head(run, capsys):
     names = run(FOLDER / "classify.py", "--steps=2", "--out=digits.png")
     lines = capsys.readouterr().out.splitlines()

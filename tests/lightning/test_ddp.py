@@ -205,7 +205,7 @@ DiscreteVAE.{step} = step
 """
 
 
-@pytest.mark.parametrize("step", ["validation_step", slow("test_step")])
+@pytest.mark.parametrize("step", [slow("validation_step"), slow("test_step")])
 def test_a_signal_to_one_rank_after_the_last_step_stops_all(workspace, step):
     """Rank 0 alone gets it; no rank is left waiting for another."""
     Path("late_signal.py").write_text(LATE_SIGNAL.format(step=step))

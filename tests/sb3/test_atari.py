@@ -6,6 +6,7 @@ import cv2
 import gymnasium
 import numpy as np
 import pytest
+from cases import slow
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
@@ -219,6 +220,7 @@ def test_a_game_is_cut_off(backend, make, monkeypatch):
     assert not np.array_equal(infos[0]["terminal_observation"], observations[0])
 
 
+@pytest.mark.slow
 def test_seeds_decide(make):
     env = make("Breakout", 2, seed=7)
     rows = play(env, at_random(2), 15)
@@ -236,7 +238,7 @@ def test_seeds_decide(make):
     assert env.reset().shape == (2, 4, 84, 84)
 
 
-@pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C, A2C])
+@pytest.mark.parametrize("algorithm", [HeadPPO, slow(HeadA2C), slow(A2C)])
 def test_rollouts_have_the_actions_that_were_played_or_there_is_a_warning(algorithm, make):
     env = make("Breakout", 2)
     played = []

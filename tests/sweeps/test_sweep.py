@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import yaml
+from cases import slow
 from cases_sweep import ROOT, arguments, run_command, run_sweep, start_sweep, wait_for, write_plan
 
 from catnat.sweeps import engines, plan, runs, sweep
@@ -155,7 +156,7 @@ def test_an_interrupted_sweep_stops_its_runs_and_the_same_command_resumes_them(t
     assert times[0] == "new" and times[1].endswith("last.ckpt")
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [slow(False), True])
 def test_a_run_that_another_sweep_does_is_left_to_it(tmp_path, capsys, killed):
     gate, path, process = start_gated(tmp_path)
     if killed:  # the run goes on without its sweep
