@@ -156,13 +156,15 @@ def importance_weighted_nll(
         tensor([90., 90.])
     """
     require_at_least(1, num_samples=num_samples, chunk_size=chunk_size)
-    total = torch.tensor(-math.inf)
+    total: Tensor | None = None
     for start in range(0, num_samples, chunk_size):
         m = min(chunk_size, num_samples - start)
         chunk = log_weights(m)
         if chunk.shape[:1] != (m,):
             raise ValueError(f"log_weights({m}) must be ({m}, *), got {tuple(chunk.shape)}")
-        total = torch.logaddexp(total, at_least_float32(chunk).logsumexp(0))
+        part = at_least_float32(chunk).logsumexp(0)
+        total = part if total is None else torch.logaddexp(total, part)
+    assert total is not None
     return math.log(num_samples) - total
 
 
