@@ -32,7 +32,8 @@ FREQUENT = 1024  # words whose perplexity is reported apart, whatever the output
 NUMBERS = ("val", "test", "test_frequent", "test_rare", "accuracy", "tokens_per_s", "seconds")
 SEEN = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)  # least counts of the bins of by_count.csv
 OUTPUTS = ("softmax", "adaptive-1", "adaptive-2", "adaptive-wide", "tree", "tree-apart")
-OUTPUTS += ("hybrid-64", "hybrid-256", "hybrid-1024", "hybrid-4096", "hybrid-8192")
+OUTPUTS += ("hybrid-64", "hybrid-256", "hybrid-1024", "hybrid-4096")
+MORE_OUTPUTS = ("hybrid-8192", "softmax-bfloat16")  # the last one trains on bfloat16 logits
 Searches = dict[str, tuple[int, list[float]]]  # by output: steps, and rates to begin with
 
 
@@ -91,7 +92,7 @@ def make_output(name: str, data: TextData, width: int) -> Any:
     kind, _, number = name.partition("-")
     output: Any
     if kind == "softmax":
-        output = LinearOutput(width, K, "softmax")
+        output = LinearOutput(width, K, "softmax", keep_precision=number == "bfloat16")
     elif kind == "adaptive":
         cutoffs = [K // 16, K // 4] if number == "2" else [K // 4]
         output = AdaptiveOutput(width, K, cutoffs, 1.0 if number == "wide" else 4.0)
@@ -449,7 +450,7 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", choices=("words", "bpe"), default="words")
     parser.add_argument("--model", choices=("lstm", "transformer"), default="lstm")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--outputs", nargs="+", default=OUTPUTS[:-1], choices=OUTPUTS)
+    parser.add_argument("--outputs", nargs="+", default=OUTPUTS, choices=OUTPUTS + MORE_OUTPUTS)
     parser.add_argument("--rates", nargs="+", type=float, default=[0.004, 0.008, 0.016])
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many minutes")

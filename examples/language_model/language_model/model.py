@@ -13,12 +13,23 @@ from catnat import CatnatHead, TreeLinear, make_head
 
 
 class LinearOutput(nn.Linear):
-    """A linear layer and a head: the scores of all K words for every token."""
+    """A linear layer and a head: the scores of all K words for every token.
 
-    def __init__(self, width: int, vocabulary: int, head: str) -> None:
+    Args:
+        width: of the hidden states.
+        vocabulary: K.
+        head: its name.
+        keep_precision: train softmax on scores as the layer gives them, where autocast would make
+            them float32; tests do not.
+    """
+
+    def __init__(
+        self, width: int, vocabulary: int, head: str, keep_precision: bool = False
+    ) -> None:
         of_words = make_head(head, vocabulary)
         super().__init__(width, of_words.num_scores)
         self.head = of_words
+        self.keep_precision = keep_precision
 
     def start_from_counts(self, counts: Tensor) -> None:
         """Let the biases say how frequent words are, as :class:`catnat.TreeLinear` does."""
@@ -29,6 +40,9 @@ class LinearOutput(nn.Linear):
         """Negative log-likelihood."""
         scores = self(hidden)
         if self.head.name == "softmax":  # torch's own: the fastest
+            if self.keep_precision and reduction == "mean":
+                with torch.autocast(scores.device.type, enabled=False):
+                    return F.cross_entropy(scores, target)
             return F.cross_entropy(scores, target, reduction=reduction)
         return F.nll_loss(self.head.log_probs(scores), target, reduction=reduction)
 
