@@ -84,12 +84,16 @@ class StepGraph(Generic[Output]):
         self._graph = torch.cuda.CUDAGraph()
         was_enabled = gc.isenabled()
         gc.disable()  # cyclic garbage waits: freeing an old graph would spoil a capture
+        # The graph gets a workspace of cuBLAS that is its own. Lightning frees the common one when
+        # an evaluation ends, and a later replay would write to memory that is gone.
+        torch._C._cuda_clearCublasWorkspaces()
         try:
             with torch.cuda.graph(
                 self._graph, stream=self._stream, capture_error_mode="thread_local"
             ):
                 self._output = self.step(batch)
         finally:
+            torch._C._cuda_clearCublasWorkspaces()
             if was_enabled:
                 gc.enable()
         # Torch sets the place of the noise back to 0 on the stream that captures. On a busy device

@@ -5,6 +5,7 @@ import gc
 
 import torch
 from cases_replay import cuda
+from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import nn
 
 from catnat import cuda_graph as graphs
@@ -51,6 +52,19 @@ def test_noise_goes_on_after_a_capture_on_a_busy_stream(monkeypatch):
     torch.manual_seed(0)
     for output in outputs:
         assert torch.equal(output, torch.rand_like(x))
+
+
+@cuda
+def test_a_replay_writes_to_no_memory_that_lightning_has_freed():
+    weight = torch.randn(8192, 64, device="cuda")
+    graph = graphs.StepGraph(lambda x: x @ weight)
+    x = torch.randn(64, 8192, device="cuda")
+    for _ in range(graphs.WARM_UP + 1):
+        graph(x)
+    CUDAAccelerator().teardown()  # as at the end of an evaluation
+    others = [torch.zeros(2**20, device="cuda") for _ in range(64)]
+    torch.testing.assert_close(graph(x), x @ weight)
+    assert not any(bool(other.any()) for other in others)
 
 
 @cuda
