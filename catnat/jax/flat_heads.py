@@ -10,14 +10,7 @@ from jax import Array
 
 from catnat.checks import require_choice, require_within
 from catnat.jax.head import CategoricalHead
-from catnat.jax.numerics import (
-    LOG_ZERO,
-    add_pairs,
-    largest_score,
-    safe_log,
-    times_pair,
-    two_sum,
-)
+from catnat.jax.numerics import LOG_ZERO, largest_score, safe_log
 from catnat.jax.tree_heads import NaturalHead, SigmoidHead
 
 
@@ -89,28 +82,18 @@ class SparsemaxHead(CategoricalHead):
 def _project(scores: Array) -> Array:
     """p_k = max(s_k - tau, 0) with tau such that the p_k sum to 1 (Martins and Astudillo, 2016).
 
-    Computed with pairs of floats, so that probabilities just above 0 keep their relative accuracy.
+    Computed in float64, whatever JAX is told to use elsewhere, so that probabilities just above 0
+    keep their relative accuracy.
     """
-    largest = scores.max(-1, keepdims=True)
-    z = _below(largest, scores)
-    ranked = _below(largest, -jnp.sort(-scores, -1))
-    total = jax.lax.associative_scan(add_pairs, ranked, axis=-1)
-    excess = add_pairs(total, (jnp.full_like(scores, -1), jnp.zeros_like(scores)))
-    rank = jnp.arange(1, scores.shape[-1] + 1).astype(scores.dtype)
-    margin, _ = add_pairs(times_pair(rank, ranked), (-excess[0], -excess[1]))
-    size = jnp.maximum((margin > 0).sum(-1, keepdims=True), 1)
-    at_size = [jnp.take_along_axis(part, size - 1, -1) for part in excess]
-    size = size.astype(scores.dtype)
-    above, _ = add_pairs(times_pair(size, z), (-at_size[0], -at_size[1]))
-    p = jnp.where(above > 0, above / size, 0.0)
-    return jnp.where(jnp.isnan(scores).any(-1, keepdims=True), jnp.nan, p)
-
-
-def _below(largest: Array, scores: Array) -> tuple[Array, Array]:
-    """Scores minus the largest one, as pairs; -2 for lower ones, which never matter."""
-    high, low = two_sum(scores, -largest)
-    is_far = ~(high > -2)
-    return jnp.where(is_far, -2.0, high), jnp.where(is_far, 0.0, low)
+    with jax.enable_x64(True):
+        z = scores.astype(jnp.float64)
+        z = jnp.maximum(z - z.max(-1, keepdims=True), -2.0)  # lower ones never matter
+        ranked = jnp.sort(z, -1, descending=True)
+        excess = jnp.cumsum(ranked, -1) - 1
+        rank = jnp.arange(1, scores.shape[-1] + 1)
+        size = (rank * ranked > excess).sum(-1, keepdims=True)
+        tau = jnp.take_along_axis(excess, size - 1, -1) / size
+        return jnp.maximum(z - tau, 0).astype(scores.dtype)
 
 
 @_project.defjvp

@@ -67,39 +67,3 @@ def uniform(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 def pick(x: Array, index: Array) -> Array:
     """``x[..., index]`` row by row: x (*, S), index (*, H), batch shapes broadcast, -> (*, H)."""
     return x[index]
-
-
-Pair = tuple[Array, Array]
-"""A number as the sum of a float and a much smaller one, with twice the digits (Dekker, 1971)."""
-
-
-def two_sum(a: Array, b: Array) -> Pair:
-    """a + b exactly: the rounded sum and its error."""
-    total = a + b
-    of_b = total - a
-    return total, (a - (total - of_b)) + (b - of_b)
-
-
-def add_pairs(a: Pair, b: Pair) -> Pair:
-    """The sum of two pairs."""
-    total, error = two_sum(a[0], b[0])
-    error = error + (a[1] + b[1])
-    high = total + error
-    return high, error - (high - total)
-
-
-def times_pair(a: Array, b: Pair) -> Pair:
-    """The product of a number and a pair."""
-    product = a * b[0]
-    a_high, a_low = _halves(a)
-    b_high, b_low = _halves(b[0])
-    error = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
-    return add_pairs((product, error), (a * b[1], jnp.zeros_like(product)))
-
-
-def _halves(x: Array) -> Pair:
-    """x as a sum of two floats with half as many digits, whose products are exact."""
-    digits = jnp.finfo(x.dtype).nmant + 1
-    scaled = x * (2.0 ** ((digits + 1) // 2) + 1)
-    high = scaled - (scaled - x)
-    return high, x - high
