@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from itertools import product, starmap
 from typing import Any
 
-import measures as m
+import measures
 import numpy as np
 import pandas as pd
-import studies as s
-from measures import COLUMN, PAPER, factor, interval, leads, select, welch
+import studies
+from measures import COLUMN, differences, factor, interval, leads, log_factors, select, welch
 from scipy import stats
-from studies import HEADS, TREES, vae
+from studies import ESTIMATORS, HEADS, NETWORKS, OTHER_DATA, TREES, mechanism, networks, noise, vae
 
 Claims = Iterator[tuple[Any, ...]]  # words, then numbers and lists of numbers
 BOUNDS = ["mean", "low", "high"]
@@ -42,7 +42,7 @@ def rows(table: pd.DataFrame) -> Claims:
 
 def likelihoods() -> Claims:
     """VAEs with Adam: likelihoods in 18 columns, beside those of the paper."""
-    printed = pd.json_normalize(m.PRINTED["vae_nll_adam"])
+    printed = pd.json_normalize(measures.PRINTED["vae_nll_adam"])
     theirs = printed.pivot_table("test/nll.mean", COLUMN, "head")
     ours = vae().pivot_table("test/nll", COLUMN, "head")
     for words, nll in (("the paper", theirs), ("ours", ours)):
@@ -71,23 +71,23 @@ def likelihoods() -> Claims:
 
 def other_vaes() -> Claims:
     """VAEs with 192,000 steps, with a rate that falls, with plain SGD, with the score function."""
-    runs = m.pair("vae/longest_curve.csv")
-    gaps = m.curves(runs[0]) - m.curves(runs[1])
+    runs = measures.pair("vae/longest_curve.csv")
+    gaps = measures.curves(runs[0]) - measures.curves(runs[1])
     for steps in (60000, 96000, 120000, 192000):
-        yield row(f"{steps:,}"), interval(gaps[steps]), factor(m.log_factors(*runs, steps))
+        yield row(f"{steps:,}"), interval(gaps[steps]), factor(log_factors(*runs, steps))
     yield "after 192,000 steps softmax is", interval(gaps[steps])
     yield "120,000 and 192,000 it shrinks by", interval(gaps[120000] - gaps[192000])
     for words, options in (("192,000 steps", {"max_steps": 192000}), ("decay", {"lr_decay": 0.9})):
         lead = leads(vae(**options), "test/nll", "softmax", "sigmoid")
-        yield row(words), lead.loc[s.LONGEST, BOUNDS]
-    runs = vae(**s.SGD)
-    yield row("plain SGD"), leads(runs, "test/nll", "softmax", "sigmoid").loc[s.SMALL, BOUNDS]
-    lead = leads(runs, "test/nll", "natural", "sigmoid").loc[s.SMALL]
+        yield row(words), lead.loc[studies.LONGEST, BOUNDS]
+    runs = vae(**studies.SGD)
+    yield row("plain SGD"), leads(runs, "test/nll", "softmax", "sigmoid").loc[studies.SMALL, BOUNDS]
+    lead = leads(runs, "test/nll", "natural", "sigmoid").loc[studies.SMALL]
     yield "is significantly below natural in", (lead["low"] > 0).sum()
     sgd, adam = (x.pivot_table("test/nll", COLUMN, "head") for x in (runs, vae()))
-    losses = (sgd - adam).loc[s.SMALL, HEADS].stack()
+    losses = (sgd - adam).loc[studies.SMALL, HEADS].stack()
     yield "softmax, sigmoid and natural end", losses.min(), losses.max()
-    runs = vae(**s.SGD, num_latents=[20, 30], num_categories=32)
+    runs = vae(**studies.SGD, num_latents=[20, 30], num_categories=32)
     failed = (runs["test/nll"] > 150).groupby(runs["head"]).sum()
     yield "At K = 32 the opponent does not train:", failed[["softmax", "natural", "sigmoid"]]
     runs = select("vae/runs.csv", model="mlp-vae", stage="final")
@@ -101,7 +101,7 @@ def other_vaes() -> Claims:
 def estimators() -> Claims:
     """The small VAE: sigmoid's lead over softmax, each at the better one of its rates."""
     runs = select("estimators/runs.csv", stage="final", learning_rate=[0.0003, 0.001, 0.003])
-    runs = m.best(runs, runs, "val/loss", ["estimator", "head"], ["learning_rate"])
+    runs = measures.best(runs, runs, "val/loss", ["estimator", "head"], ["learning_rate"])
     elbo = leads(runs, "test/elbo", "sigmoid", by=["estimator"])
     nll = leads(runs, "test/nll", "softmax", "sigmoid", by=["estimator"])
     yield from rows(pd.concat([elbo[["n", *BOUNDS]], nll[BOUNDS]], axis=1))
@@ -113,43 +113,43 @@ def estimators() -> Claims:
 def factors() -> Claims:
     """Factors of steps: "Does it help my latents?", and the table of interventions."""
     percent: dict[int, list[float]] = {60000: [], 20000: [], 10000: []}  # of softmax's steps
-    for data, model, estimator, steps, logs in (cells for cells in s.latents() if len(cells[-1])):
+    latents = [cells for cells in studies.latents() if len(cells[-1])]
+    for data, model, estimator, steps, logs in latents:
         yield row(data, model, estimator, f"{steps:,}"), factor(logs), len(logs)
-        if estimator == s.GUMBEL and (steps < 60000 or "convolutional" in model):
+        if estimator == studies.GUMBEL and (steps < 60000 or "convolutional" in model):
             percent[steps].append(100 / factor(logs)[0])
     yield "softmax's steps it needs", [(min(percent[x]), max(percent[x])) for x in (60000, 20000)]
-    for words, options in s.INTERVENTIONS.items():
-        runs = s.mechanism(**options)
-        logs = m.log_factors(*runs).groupby("num_categories")
-        elbo = m.differences(*reversed(runs), "test/elbo").groupby("num_categories").mean()
+    for words, options in studies.INTERVENTIONS.items():
+        runs = mechanism(**options)
+        logs = log_factors(*runs).groupby("num_categories")
+        elbo = differences(*reversed(runs), "test/elbo").groupby("num_categories").mean()
         yield row(words), logs.size(), [factor(values) for _, values in logs], elbo
 
 
-def factor_row(cells: list[str], runs: list[m.Runs], *until: float) -> Claims:
+def factor_row(cells: list[str], runs: list[measures.Runs], *until: float) -> Claims:
     """A row of a table: seeds, the factor at each loss, and where the curves cross at last."""
     if all(map(len, runs)):
-        logs = [m.log_factors(*runs, steps) for steps in until]
-        yield row(*cells), len(logs[0]), list(map(factor, logs)), m.crossings(*runs)[-1:]
+        logs = [log_factors(*runs, steps) for steps in until]
+        yield row(*cells), len(logs[0]), list(map(factor, logs)), measures.crossings(*runs)[-1:]
 
 
 def other_factors() -> Claims:
     """Factors with other estimators, in other networks, and on other data."""
-    dense, conv, to_conv, to_dense, plain = (m.log_factors(*s.networks(*x)) for x in s.NETWORKS)
+    dense, conv, to_conv, to_dense, plain = (log_factors(*networks(*x)) for x in NETWORKS)
     pairs = (to_conv, dense), (conv, to_dense), (to_dense, dense), (conv, to_conv), (conv, plain)
     changes = [(*np.exp(change[:3]), change[3]) for change in starmap(welch, pairs)]
     yield "A convolutional decoder multiplies the factor by", changes
-    crossed = [max(m.crossings(*s.networks(*x))) for x in s.NETWORKS]
+    crossed = [max(measures.crossings(*networks(*x))) for x in NETWORKS]
     yield "in all of them softmax is ahead at first, for", min(crossed), max(crossed)
     heads = ("sigmoid-coupled-1", "sigmoid", "sigmoid-opposed-0.5")
-    for setting, head in product(s.SETTINGS, heads):
-        runs = s.noise(*setting, "softmax", head)
+    for setting, head in product(studies.SETTINGS, heads):
+        runs = noise(*setting, "softmax", head)
         yield from factor_row(["{}, {}".format(*setting), head], runs, 2500, 5000, 10000)
-    for (study, _, N, K, steps), estimator, head in product(s.OTHER_DATA, s.ESTIMATORS, TREES):
-        runs = s.other_data(study, K, estimator, head)
+    for (study, _, N, K, steps), estimator, head in product(OTHER_DATA, ESTIMATORS, TREES):
+        runs = studies.other_data(study, K, estimator, head)
         rates = ", ".join(str(*pair["learning_rate"].unique()) for pair in runs)
         yield from factor_row([f"({N}, {K})", estimator, head, rates], runs, steps)
-    where = {"estimator": "gumbel", "max_steps": 20000, "stage": "final"}
-    runs = select("without_noise/runs.csv", draws=[1, 8], **where)
+    runs = select("without_noise/runs.csv", draws=[1, 8], estimator="gumbel", max_steps=20000)
     means = runs.pivot_table(["test/nll", "test/perplexity"], "head", "draws").loc[HEADS[:2]]
     yield "eight draws for each image | test NLL", means["test/nll"]
     yield "after 20,000 steps the test perplexity is", means["test/perplexity"][1]
@@ -164,12 +164,12 @@ def other_factors() -> Claims:
 
 def why_a_tree_leads() -> Claims:
     """A rotation, which fills the Fisher matrix; hypotheses; the opposite coupling; noise."""
-    softmax, _ = s.mechanism()
+    softmax, _ = mechanism()
     mass, means = "fim/off_diagonal_mass", []
     for tree in TREES:
-        rotated, plain = s.mechanism(first=f"{tree}-rotated-3", second=tree)
-        cost, lead = (m.differences(plain, head, "test/elbo") for head in (rotated, softmax))
-        table = rotated[[mass]].assign(cost=cost, lead=lead, log=m.log_factors(rotated, plain))
+        rotated, plain = mechanism(first=f"{tree}-rotated-3", second=tree)
+        cost, lead = (differences(plain, head, "test/elbo") for head in (rotated, softmax))
+        table = rotated[[mass]].assign(cost=cost, lead=lead, log=log_factors(rotated, plain))
         means.append(table.groupby("num_categories").mean())
     table = pd.concat(means)
     dense = table.loc[[16, 32]]  # where a rotated matrix is denser than softmax's
@@ -186,21 +186,21 @@ def why_a_tree_leads() -> Claims:
     tree, coupled = elbo["sigmoid-coupled-0"]["plain", 0.0], elbo["sigmoid-coupled-1"]["plain", 0.0]
     yield "with eight draws C = 1 keeps", (tree - coupled)[8] / (tree - coupled)[1]
     where = {"num_categories": [8, 32], "variant": ["gray", "binary"]}
-    runs = s.mechanism(first="sigmoid-coupled-0", second="sigmoid-opposed-0.5", **where)
+    runs = mechanism(first="sigmoid-coupled-0", second="sigmoid-opposed-0.5", **where)
     tree, opposed = (head.query("4 <= seed <= 8") for head in runs)
-    elbo, nll = (m.differences(opposed, tree, f"test/{metric}") for metric in ("elbo", "nll"))
-    fewer_steps = factor(m.log_factors(tree, opposed))
+    elbo, nll = (differences(opposed, tree, f"test/{metric}") for metric in ("elbo", "nll"))
+    fewer_steps = factor(log_factors(tree, opposed))
     yield "Against C = 0,", len(elbo), interval(elbo), interval(-nll), fewer_steps
-    many, unbiased = (m.log_factors(*s.noise(x, 64), 10000) for x in ("gumbel", "score-function"))
+    many, unbiased = (log_factors(*noise(x, 64), 10000) for x in ("gumbel", "score-function"))
     yield "factor of steps stays above 2:", factor(many), factor(unbiased)
-    one, eight = (m.log_factors(*s.noise("gumbel", draws), 20000) for draws in (1, 8))
+    one, eight = (log_factors(*noise("gumbel", draws), 20000) for draws in (1, 8))
     p = stats.ttest_rel(one, eight).pvalue
     yield "which the plan does not name, the factor is", factor(one), factor(eight), p
 
 
 def graphs() -> Claims:
     """Energy scores at the rates with the lowest mean validation loss over three seeds."""
-    runs, score, tailed = s.searched_graphs(), "test/energy_score_2x", "natural, tail 0.005"
+    runs, score, tailed = studies.searched_graphs(), "test/energy_score_2x", "natural, tail 0.005"
     yield from rows(runs.pivot_table(score, "theta", "head")[[*HEADS, tailed]])
     gaps = runs.pivot_table("test/gap_2x", "theta", "head")
     shares = gaps[tailed] / gaps["softmax"]
@@ -235,37 +235,37 @@ def games() -> Claims:
         softmax, natural = returns[game, "softmax", rate], returns[game, "natural", rate_of_natural]
         numbers = np.mean(softmax), np.mean(natural), len(softmax), len(natural)
         yield words, numbers, welch(softmax, natural)[3]
-    printed = pd.json_normalize(m.PRINTED["rl_return"])
+    printed = pd.json_normalize(measures.PRINTED["rl_return"])
     mean, std = (printed.pivot_table(f"test/return.{x}", "env", "head") for x in ("mean", "std"))
     softmax, natural = ((mean[head], std[head], 10) for head in ("softmax", "natural"))
     test = stats.ttest_ind_from_stats(*softmax, *natural, equal_var=False)
     yield "the paper's own differences have p =", test.pvalue
-    runs = m.read("minatar/runs.csv").assign(loss=lambda runs: -runs["test/return"])
-    runs = m.best(runs[runs.index <= 3], runs, "loss", ["head", "env"], ["learning_rate"])
+    runs = measures.read("minatar/runs.csv").assign(loss=lambda runs: -runs["test/return"])
+    runs = measures.best(runs[runs.index <= 3], runs, "loss", ["head", "env"], ["learning_rate"])
     for words, first_seed in (("seeds from 4 on", 4), ("all seeds", 1)):
         returns = runs[runs.index >= first_seed].pivot_table("test/return", "env", ["head", "seed"])
         relative = returns.div(returns["softmax"].mean(axis=1), axis=0)
         for head in (*HEADS, "sparsemax"):
             sample, softmax = ([*relative[name].to_numpy()] for name in (head, "softmax"))
-            difference = m.bootstrap(sample, softmax) if head != "softmax" else []
-            yield row(head, words), len(sample[0]), m.bootstrap(sample), difference
+            difference = measures.bootstrap(sample, softmax) if head != "softmax" else []
+            yield row(head, words), len(sample[0]), measures.bootstrap(sample), difference
     yield "nor on four games of MinAtar (n =", len(sample[0])
 
 
 def labels_and_words() -> Claims:
     """Labels of digits, and test perplexities of output layers at equal steps and equal time."""
     runs = select("language_model/runs.csv", plans="classify").rename(columns={"output": "head"})
-    runs = m.best(runs, runs, "val/nll", ["head"], ["learning_rate"])
+    runs = measures.best(runs, runs, "val/nll", ["head"], ["learning_rate"])
     yield from rows(runs.groupby(["head", "learning_rate"])[["test/nll", "test/accuracy"]].mean())
     yield "NLL is above softmax's by", leads(runs, "test/nll", "sigmoid", by=["plans"])[BOUNDS]
-    layers = s.output_layers()
+    layers = studies.output_layers()
     metrics = ["test", "above", "test_frequent", "test_rare", "accuracy"]
     for (text, steps, rate, head), runs in layers.groupby(["text", "steps", "rate", "head"]):
         yield row(text, f"{steps} steps, rate {rate}", head), len(runs), runs[metrics].mean()
     small = layers[layers["text"] == "small"]
     gains = [leads(small, "above", "softmax", x, ["text"]) for x in ("hybrid-4096", "adaptive-1")]
     yield "the hybrid with F = 4,096 is below softmax by", [gain[BOUNDS] for gain in gains]
-    rare = m.read("language_model/by_count.csv").query("rare")
+    rare = measures.read("language_model/by_count.csv").query("rare")
     rare = rare.assign(seen=rare["seen"].clip(lower=1), total=rare["loss"] * rare["tokens"])
     sums = rare.groupby(["output", "seen"])[["total", "tokens"]].sum().unstack()
     losses = sums["total"] / sums["tokens"]
@@ -274,7 +274,7 @@ def labels_and_words() -> Claims:
 
 def output_layers() -> Claims:
     """Quality, time and memory of output layers in README.md and docs/; times of paths."""
-    above = s.output_layers().pivot_table("above", "text", "head")
+    above = studies.output_layers().pivot_table("above", "text", "head")
     few, many = above["hybrid-1024"], above["hybrid-4096"]
     one, two = above["adaptive-1"], above["adaptive-2"]
     texts, equal_time = ["words", "pairs", "docs"], "docs, equal time"
@@ -306,9 +306,9 @@ def output_layers() -> Claims:
     draws = layers.loc[[exact, "tree sigmoid", *hybrids[:2]], columns]
     yield "A softmax draws one class in", draws.T
     for text in ("docs", "words"):
-        yield row(f'on "{text}"'), s.step_times(text)
-    yield "A whole training step of a Transformer with 131,072 words took", s.step_times("docs")
-    ms = s.step_times("words")
+        yield row(f'on "{text}"'), studies.step_times(text)
+    yield "step of a Transformer with 131,072 words took", studies.step_times("docs")
+    ms = studies.step_times("words")
     yield "adaptive softmax with one cutoff saves", 100 * (1 - ms["adaptive-1"] / ms["softmax"])
     for head in TREES:
         yield row(head), select("speed/paths_cpu.csv", K=2**20, head=head)["ratio"]
@@ -332,16 +332,16 @@ def main() -> int:
     """Print all claims."""
     failed = 0
     for study, words, numbers in claims():
-        places = list(m.statements(words, len(numbers)))
+        places = list(measures.statements(words, len(numbers)))
         wrong = [place for place in places if not place.holds(numbers)]
         failed += not places or len(wrong) > 0
         text = ", ".join(f"{number:.4g}" for number in numbers)
         print(f"{study}: {words} {text}{'' if places else '  (NO PAGE SAYS SO)'}")
         for place in wrong:
             stated = ", ".join(number[0] for number in place.numbers)
-            print(f"    {place.page.relative_to(PAPER.parent)} DIFFERS: {stated}")
+            print(f"    {place.page.relative_to(measures.PAPER.parent)} DIFFERS: {stated}")
             if "--renew" in sys.argv and place.is_row:
-                m.renew(place, numbers)
+                measures.renew(place, numbers)
     print(f"{failed} claims differ from the rows", file=sys.stderr)
     return int(failed > 0)
 

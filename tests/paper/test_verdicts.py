@@ -115,3 +115,32 @@ def test_curves_cross_where_their_means_change_places():
     )
     assert (words, count, *crossing) == ("| words |", 2, 300)
     assert ratio == pytest.approx(10 ** (5 / 12))  # the mean of 1/3 and 1/2
+
+
+def test_leads_are_differences_of_means_by_cell():
+    rewards = {"a": ([1, 2, 3], [4, 6]), "b": ([5, 5, 6], [1, 2])}
+    cells = [
+        {"cell": cell, "head": head, "return": value}
+        for cell, samples in rewards.items()
+        for head, values in zip(("tree", "softmax"), samples, strict=True)
+        for value in values
+    ]
+    leads = measures.leads(pd.DataFrame(cells), "return", "tree", by=["cell"])
+    assert [*leads["mean"]] == pytest.approx([-3, 16 / 3 - 1.5])
+    assert [*leads["n"]] == [3, 3]
+    for cell, samples in rewards.items():
+        assert [*leads.loc[cell, "mean":"p"]] == pytest.approx(measures.welch(*samples))
+
+
+def test_a_table_is_claimed_row_by_row():
+    table = pd.DataFrame({"n": [3.0, 5.0], "mean": [0.5, None]}, [("a", 8), ("b", 16)])
+    claims = [(words, [*numbers]) for words, numbers in verdicts.rows(table)]
+    assert claims == [("| a | 8 |", [3, 0.5]), ("| b | 16 |", [5])]
+
+
+def test_a_pair_has_one_run_of_each_seed():
+    softmax, sigmoid = measures.pair("vae/longest_curve.csv")
+    assert softmax.index.names == [*measures.COLUMN, "seed"]
+    assert softmax.index.equals(sigmoid.index)
+    with pytest.raises(ValueError, match="several runs of a seed"):
+        measures.pair("vae/runs.csv")
