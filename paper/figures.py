@@ -30,19 +30,18 @@ from studies import (
     networks,
     noise,
     other_data,
-    size,
 )
 
 COLORS = {"softmax": "#0072B2", "sigmoid": "#009E73", "natural": "#D55E00"}
 MARKS = {8: ("o", "#56B4E9"), 16: ("s", "#E69F00"), 32: ("D", "#000000")}  # by K
-Logs = list[float]  # logarithms of factors, by seed
+Logs = Sequence[float]  # logarithms of factors, by seed
 
 
 def draw_factors(axes: Axes, rows: Mapping[str, Sequence[Logs]], title: str) -> None:
     """A line for each row of the table, a mark for each K that was run."""
     for place, logs_by_size in enumerate(rows.values()):
         for K, height, logs in zip(MARKS, (-0.22, 0.0, 0.22), logs_by_size, strict=True):
-            if logs:
+            if len(logs):
                 middle, low, high = factor(logs)
                 shape, color = MARKS[K]
                 axes.plot([low, high], [place + height] * 2, color=color, lw=1.3)
@@ -71,7 +70,7 @@ def other_studies() -> dict[str, list[Logs]]:
     rows["conv to conv, 60,000"] = [[], long_convolutional(), []]
     for (study, _, _, K, steps), estimator in product(OTHER_DATA, ESTIMATORS):
         logs = log_factors(*other_data(study, K, estimator), steps)
-        if logs:
+        if len(logs):
             rows.setdefault(f"{study}, {estimator}", [[], [], []])[list(MARKS).index(K)] = logs
     return rows
 
@@ -79,7 +78,7 @@ def other_studies() -> dict[str, list[Logs]]:
 def factors() -> None:
     """Factors by intervention."""
     table = {
-        words: [log_factors(*mechanism(K, **options)) for K in MARKS]
+        words: [log_factors(*mechanism(num_categories=K, **options)) for K in MARKS]
         for words, options in INTERVENTIONS.items()
     }
     first_head = list(table).index("natural")
@@ -99,7 +98,8 @@ def longest() -> None:
     figure, panels = plt.subplots(1, 4, figsize=(9.5, 2.6), layout="constrained")
     for axes, (data, N, K) in zip(panels, LONGEST, strict=True):
         for head in HEADS:
-            losses = curves(select("vae/longest_curve.csv", head=head, **size(N, K, data)))
+            cell = {"variant": data, "num_latents": N, "num_categories": K}
+            losses = curves(select("vae/longest_curve.csv", head=head, **cell))
             thousands = losses.columns / 1000
             style = "--" if head == "natural" else "-"
             axes.plot(thousands, losses.mean(), style, color=COLORS[head], label=head)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +24,12 @@ PAGES = [PAPER.parent / "README.md", *PAPER.rglob("*.md"), *DOCS]
 NUMBER = re.compile(r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:e-?\d+)?")
 END = re.compile(r"\n\n|\n- |\n\||\n#")  # of a paragraph, an entry of a list, or a row
 Runs = pd.DataFrame
-Numbers = Sequence[float]
 
 
 # -- rows ------------------------------------------------------------------------------------------
 
 ORIGIN = {"plans", "status", "engine", "device", "commit"}  # of a row; not options of its run
+COLUMN = ["variant", "num_latents", "num_categories"]  # of the paper's tables of likelihoods
 
 
 @cache
@@ -63,11 +63,12 @@ def select(path: str, **options: Any) -> Runs:
 
 
 def pair(path: str, first: str = "softmax", second: str = "sigmoid", **options: Any) -> list[Runs]:
-    """The runs of two heads, one of each seed."""
-    heads = [select(path, head=head, **options).sort_index() for head in (first, second)]
-    if not all(runs.index.is_unique for runs in heads):
+    """The runs of two heads, by data, size and seed."""
+    runs = select(path, head=[first, second], **options).reset_index()
+    runs = runs.set_index([name for name in (*COLUMN, "seed") if name in runs]).sort_index()
+    if not runs.set_index("head", append=True).index.is_unique:
         raise ValueError(f"{path} has several runs of a seed for {first} or {second}, {options}")
-    return heads
+    return [runs[runs["head"] == head] for head in (first, second)]
 
 
 def best(search: Runs, runs: Runs, metric: str, cell: list[str], rates: list[str]) -> Runs:
@@ -76,20 +77,12 @@ def best(search: Runs, runs: Runs, metric: str, cell: list[str], rates: list[str
     return runs[runs.set_index([*cell, *rates]).index.isin(chosen)]
 
 
-def by_cell(runs: Runs, metric: str, cell: str | list[str]) -> dict[Any, pd.Series[float]]:
-    """The values of a metric by one option or several."""
-    return dict(iter(runs.groupby(cell)[metric]))
-
-
 # -- statistics ------------------------------------------------------------------------------------
 
 
-def interval(samples: ArrayLike) -> list[float]:
-    """Mean and 95 % t interval of one or several samples together; one number alone has none."""
-    numbers = np.hstack(samples)
-    if len(numbers) == 1:
-        return [*numbers]
-    return [numbers.mean(), *stats.ttest_1samp(numbers, 0).confidence_interval()]
+def interval(numbers: ArrayLike) -> list[float]:
+    """Mean and 95 % t interval."""
+    return [np.mean(numbers), *stats.ttest_1samp(numbers, 0).confidence_interval()]
 
 
 def factor(log_factors: ArrayLike) -> list[float]:
@@ -97,20 +90,19 @@ def factor(log_factors: ArrayLike) -> list[float]:
     return [*np.exp(interval(log_factors))]
 
 
-def p_of(numbers: ArrayLike) -> float:
-    """The p of a mean of 0."""
-    return float(stats.ttest_1samp(numbers, 0).pvalue)
-
-
 def welch(first: ArrayLike, second: ArrayLike) -> list[float]:
-    """Difference of means, and Welch's 95 % interval."""
+    """Difference of means, Welch's 95 % interval, and its p."""
     test = stats.ttest_ind(first, second, equal_var=False)
-    return [np.mean(first) - np.mean(second), *test.confidence_interval()]
+    return [np.mean(first) - np.mean(second), *test.confidence_interval(), test.pvalue]
 
 
-def welch_p(first: ArrayLike, second: ArrayLike) -> float:
-    """The p of equal means."""
-    return float(stats.ttest_ind(first, second, equal_var=False).pvalue)
+def leads(
+    runs: Runs, metric: str, head: str, rival: str = "softmax", by: Sequence[str] = COLUMN
+) -> Runs:
+    """How far the mean of a head is above that of a rival, by cell: n of the head, and Welch."""
+    samples = runs.groupby([*by, "head"])[metric].agg(list).unstack()[[head, rival]].dropna()
+    tests = [[len(values), *welch(values, rivals)] for values, rivals in samples.to_numpy()]
+    return pd.DataFrame(tests, samples.index, ["n", "mean", "low", "high", "p"])
 
 
 def differences(first: Runs, second: Runs, metric: str) -> pd.Series[float]:
@@ -133,18 +125,18 @@ def log_step_of(losses: pd.Series[float], target: float) -> float:
     return float(np.interp(target, points, np.log(points.index)))
 
 
-def log_factors(first: Runs, second: Runs, until: float = np.inf) -> list[float]:
+def log_factors(first: Runs, second: Runs, until: float = np.inf) -> pd.Series[float]:
     """By seed, log of the steps of the first head divided by those of the second to the same loss.
 
     The loss is the higher one of their last two: softmax's, where softmax is behind.
     """
+    seeds = first.index.intersection(second.index)
     logs = []
-    for seed in first.index.intersection(second.index):
-        both = [curves(runs).loc[seed, :until].dropna() for runs in (first, second)]
-        target = max(losses.iloc[-1] for losses in both)
-        one, other = (log_step_of(losses, target) for losses in both)
-        logs.append(one - other)
-    return logs
+    for seed in seeds:
+        losses = [curves(runs).loc[seed, :until].dropna() for runs in (first, second)]
+        target = max(curve.iloc[-1] for curve in losses)
+        logs.append(np.subtract(*(log_step_of(curve, target) for curve in losses)))
+    return pd.Series(logs, seeds, dtype=float)
 
 
 def crossings(first: Runs, second: Runs) -> np.ndarray:
@@ -156,21 +148,18 @@ def crossings(first: Runs, second: Runs) -> np.ndarray:
     return np.exp(log_steps[before] - gaps.iloc[before] / slopes[before]).round(-2)
 
 
-def interquartile_mean(*games: np.ndarray, axis: int = -1) -> Any:
-    """The mean of the middle half of all returns together."""
-    return stats.trim_mean(np.concatenate(games, axis), 0.25, axis)
+def bootstrap(games: Sequence[ArrayLike], rivals: Sequence[ArrayLike] = ()) -> list[float]:
+    """The mean of the middle half of all returns together, and a 95 % interval by 5,000 draws.
 
+    If there are rivals, that of the games minus that of the rivals.
+    """
 
-def iqm_difference(*games: np.ndarray, axis: int = -1) -> Any:
-    """The interquartile mean of the first half of the games minus that of the second."""
-    half = len(games) // 2
-    ours, theirs = (interquartile_mean(*x, axis=axis) for x in (games[:half], games[half:]))
-    return ours - theirs
+    def statistic(*samples: np.ndarray, axis: int = -1) -> Any:
+        parts = samples[: len(games)], samples[len(games) :]
+        means = [stats.trim_mean(np.concatenate(x, axis), 0.25, axis) for x in parts if x]
+        return np.subtract(*means) if rivals else means[0]
 
-
-def bootstrap(samples: Sequence[Numbers], statistic: Callable[..., Any]) -> list[float]:
-    """A statistic of some samples and its 95 % interval, by the percentiles of 5,000 draws."""
-    rng = np.random.default_rng(1)
+    rng, samples = np.random.default_rng(1), [*games, *rivals]
     drawn = stats.bootstrap(samples, statistic, method="percentile", n_resamples=5000, rng=rng)
     return [statistic(*samples), *drawn.confidence_interval]
 
@@ -191,7 +180,7 @@ class Statement(NamedTuple):
     is_row: bool
     numbers: list[re.Match[str]]
 
-    def holds(self, computed: Numbers) -> bool:
+    def holds(self, computed: Sequence[float]) -> bool:
         """Whether the computed numbers are there, in their order, with the first one at once.
 
         A row has no other numbers.
@@ -200,7 +189,7 @@ class Statement(NamedTuple):
         has_all = len(places) == len(computed) and places[0] == 0
         return has_all and (not self.is_row or len(places) == len(self.numbers))
 
-    def places(self, computed: Numbers) -> list[int]:
+    def places(self, computed: Sequence[float]) -> list[int]:
         """Which of the numbers are the computed ones; others, such as "K = 8", lie between them."""
         places: list[int] = []
         for place, number in enumerate(self.numbers):
@@ -212,11 +201,10 @@ class Statement(NamedTuple):
 def statements(words: str, count: int) -> Iterator[Statement]:
     """The places in pages that have these words, or rows that begin so with a count of numbers."""
     is_row = words.startswith("|")
-    start = "^" if is_row else ""
-    pattern = re.compile(start + r"\s+".join(map(re.escape, words.split())), re.MULTILINE)
+    pattern = ("^" if is_row else "") + r"\s+".join(map(re.escape, words.split()))
     for page in PAGES:
         text = page.read_text()
-        for match in pattern.finditer(text):
+        for match in re.finditer(pattern, text, re.MULTILINE):
             end = END.search(text, match.end())
             numbers = NUMBER.finditer(text, match.end(), end.start() if end else len(text))
             statement = Statement(page, is_row, list(numbers))
@@ -231,7 +219,7 @@ def agrees(stated: str, computed: float) -> bool:
     return abs(float(stated.replace(",", "")) - computed) <= 0.5001 * unit
 
 
-def renew(row: Statement, computed: Numbers) -> None:
+def renew(row: Statement, computed: Sequence[float]) -> None:
     """Put computed numbers into a row of a table, with as many digits as there are now."""
     text = row.page.read_text()
     for match, number in reversed(list(zip(row.numbers, computed, strict=True))):

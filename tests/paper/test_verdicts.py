@@ -100,16 +100,47 @@ def test_a_factor_is_the_ratio_of_steps_to_the_same_loss():
     slow, fast = curves(9, 8, 7), curves(8, 6, 5)
     (ratio,) = measures.log_factors(slow, fast)  # to a loss of 7, after 1,000 and 10^1.5 steps
     assert ratio == pytest.approx(1.5 * 2.302585, rel=1e-5)
-    assert measures.log_factors(fast, slow) == pytest.approx([-ratio])
-    assert measures.log_factors(slow, slow) == [0]
+    assert [*measures.log_factors(fast, slow)] == pytest.approx([-ratio])
+    assert [*measures.log_factors(slow, slow)] == [0]
 
 
 def test_curves_cross_where_their_means_change_places():
     ahead_early, ahead_late = curves(9, 7, 6), curves(10, 8, 5)
     assert list(measures.crossings(ahead_early, ahead_late)) == [300]  # 10^2.5
     assert not len(measures.crossings(ahead_early, curves(10, 8, 7)))
-    ((words, count, (ratio,), crossing),) = verdicts.factor_row(
-        ["words"], [ahead_early, ahead_late], 1000
+    first = pd.concat([ahead_early] * 2, ignore_index=True)
+    second = pd.concat([ahead_late, curves(10, 8, 4)], ignore_index=True)
+    ((words, count, ((ratio, *_),), crossing),) = verdicts.factor_row(
+        ["words"], [first, second], 1000
     )
-    assert (words, count, *crossing) == ("| words |", 1, 300)
-    assert ratio == pytest.approx([10 ** (1 / 3)])
+    assert (words, count, *crossing) == ("| words |", 2, 300)
+    assert ratio == pytest.approx(10 ** (5 / 12))  # the mean of 1/3 and 1/2
+
+
+def test_leads_are_differences_of_means_by_cell():
+    rewards = {"a": ([1, 2, 3], [4, 6]), "b": ([5, 5, 6], [1, 2])}
+    cells = [
+        {"cell": cell, "head": head, "return": value}
+        for cell, samples in rewards.items()
+        for head, values in zip(("tree", "softmax"), samples, strict=True)
+        for value in values
+    ]
+    leads = measures.leads(pd.DataFrame(cells), "return", "tree", by=["cell"])
+    assert [*leads["mean"]] == pytest.approx([-3, 16 / 3 - 1.5])
+    assert [*leads["n"]] == [3, 3]
+    for cell, samples in rewards.items():
+        assert [*leads.loc[cell, "mean":"p"]] == pytest.approx(measures.welch(*samples))
+
+
+def test_a_table_is_claimed_row_by_row():
+    table = pd.DataFrame({"n": [3.0, 5.0], "mean": [0.5, None]}, [("a", 8), ("b", 16)])
+    claims = [(words, [*numbers]) for words, numbers in verdicts.rows(table)]
+    assert claims == [("| a | 8 |", [3, 0.5]), ("| b | 16 |", [5])]
+
+
+def test_a_pair_has_one_run_of_each_seed():
+    softmax, sigmoid = measures.pair("vae/longest_curve.csv")
+    assert softmax.index.names == [*measures.COLUMN, "seed"]
+    assert softmax.index.equals(sigmoid.index)
+    with pytest.raises(ValueError, match="several runs of a seed"):
+        measures.pair("vae/runs.csv")
