@@ -10,7 +10,11 @@ from typing import Any
 
 def _require(rule: str, holds: Callable[[Any], bool], values: Mapping[str, object]) -> None:
     for name, value in values.items():
-        if not holds(value):
+        try:
+            is_right = holds(value)
+        except TypeError:  # text, say, where a number is expected
+            is_right = False
+        if not is_right:
             raise ValueError(f"{name} must {rule}, got {value!r}")
 
 
@@ -80,8 +84,13 @@ def checked_order(order: Any, num_categories: int) -> tuple[int, ...]:
 
 def require_tail(tail: float) -> None:
     """The tail of a natural split is 0, or so large that its steepness is finite in float32."""
-    if tail != 0 and not 1e-30 <= tail < 0.5:
-        raise ValueError(f"tail must be 0 or lie in [1e-30, 0.5), got {tail}")
+    rule = "be 0 or lie in [1e-30, 0.5)"
+    _require(rule, lambda value: value == 0 or 1e-30 <= value < 0.5, {"tail": tail})
+
+
+def require_flag(**values: bool) -> None:
+    """Every value is true or false."""
+    _require("be true or false", lambda value: isinstance(value, bool), values)
 
 
 def require_choice(choices: Iterable[str], **values: str) -> None:

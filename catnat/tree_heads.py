@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from catnat.activations import Activation, CustomActivation, NaturalActivation, SigmoidActivation
-from catnat.checks import require_finite, require_tail, require_within
+from catnat.checks import require_finite, require_flag, require_tail, require_within
 from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
@@ -66,6 +66,7 @@ class CatnatHead(CategoricalHead):
         K = self.num_categories
         self.num_scores = K - 1
         require_finite(center=center)
+        require_flag(uniform_at_zero=uniform_at_zero)
         activation = self._make_activation()
         is_own = type(self).log_activation is not CatnatHead.log_activation
         if activation.is_fused and is_own:
@@ -75,7 +76,7 @@ class CatnatHead(CategoricalHead):
         self._cache: dict[tuple[object, torch.device], Any] = {}  # what follows from the options
         self.activation = activation
         self.center = float(center)
-        self.uniform_at_zero = bool(uniform_at_zero)
+        self.uniform_at_zero = uniform_at_zero
         self.order = None if order is None else tuple(checked_leaves(order, K).tolist())
         self.tree_id = (K, self.order)
         self._has_paths = type(self).log_probs is CatnatHead.log_probs

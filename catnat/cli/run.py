@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningCLI
@@ -35,7 +34,6 @@ from catnat.cli.options import (
     import_module,
     load,
 )
-from catnat.head import REGISTRY
 from catnat.heads import head_names
 
 Metrics = dict[str, Any]  # by name; beside numbers, where the data come from
@@ -250,10 +248,7 @@ class RunCLI(LightningCLI):
         if line.command == "fit" and 0 <= steps <= self.began - self.steps_at_once:
             option = length.removeprefix("trainer.")
             raise ValueError(f"the checkpoint has {self.began} steps, --{option} is {steps}")
-        model_options = self.config.model.get("init_args") or {}
-        head = model_options.get("head")
-        if head in REGISTRY:
-            check_head_options(head, model_options.get("head_options") or {})
+        head = (self.config.model.get("init_args") or {}).get("head")
         home = Path(line.root, line.model, head or "no_head")
         self.folder = RunFolder(home, line.ckpt_path, line.command == "fit")
         self.config.ckpt_path = None  # how the run began, not where it was resumed
@@ -394,15 +389,6 @@ class RunCLI(LightningCLI):
 def numbers(options: Options, *names: str) -> Options:
     """Those of the options with these names whose values are numbers."""
     return {name: options[name] for name in names if isinstance(options.get(name), int | float)}
-
-
-def check_head_options(head: str, options: Options) -> None:
-    """Raise an error if an option of a head has a wrong type; the head checks names and ranges."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--mix", type=float)
-    parser.add_class_arguments(REGISTRY[head], fail_untyped=False, skip={"num_categories", "order"})
-    for name in parser.get_defaults().keys() & options.keys():
-        parser.parse_object({name: options[name]})
 
 
 def warnings_of(metrics: Metrics) -> list[str]:

@@ -306,8 +306,9 @@ def test_an_error_after_some_steps_says_where_the_run_can_be_resumed(workspace, 
 
 @pytest.mark.parametrize("missing", ["lightning.pytorch", "jsonargparse", "rich.table"])
 def test_a_package_that_is_missing_is_named_with_its_extra(missing, monkeypatch, capfd):
-    for name in [name for name in sys.modules if name.startswith("catnat.cli.")]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in [*sys.modules]:
+        if name.startswith(("catnat.cli.", f"{missing}.")):
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     assert train.main(["--model=vae", "--head=natural"]) == 2
     assert 'pip install "catnat[train]"' in one_line(capfd)
