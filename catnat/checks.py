@@ -61,6 +61,11 @@ def require_within(low: float, high: float, ends: str = "[]", **values: float) -
     _require(f"lie in {shown}", inside, values)
 
 
+def numbers(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Those of the options with these names whose values are numbers."""
+    return {name: options[name] for name in names if isinstance(options.get(name), int | float)}
+
+
 def checked_categories(num_categories: Any) -> int:
     """The number K of categories of a head, an integer from 2 on."""
     if isinstance(num_categories, bool) or not hasattr(num_categories, "__index__"):

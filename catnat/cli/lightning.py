@@ -17,9 +17,9 @@ from catnat.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from catnat.callbacks.files import AtomicCheckpointIO
 from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunRecord
-from catnat.checks import require_at_least, require_positive
+from catnat.checks import numbers, require_at_least, require_positive
 from catnat.cli.options import Options
-from catnat.cli.run import Metrics, RunCLI, numbers
+from catnat.cli.run import Metrics, RunCLI
 from catnat.lit_modules.step_module import StepModule
 
 _RATES = {"learning_rate", "psi_learning_rate"}

@@ -49,8 +49,8 @@ MODELS = {
         defaults={"data.variant": "stochastic", "data.batch_size": 128},
     ),
     "gsl": Recipe("catnat.lit_modules.GraphStructureLearner", ("community-graph",), 5_000, 5_000),
-    "ppo": Recipe("catnat.cli.rl.PPO", (), 8_000_000, 30_000),
-    "a2c": Recipe("catnat.cli.rl.A2C", (), 8_000_000, 30_000),
+    "ppo": Recipe("catnat.sb3.recipes.PPO", (), 8_000_000, 30_000),
+    "a2c": Recipe("catnat.sb3.recipes.A2C", (), 8_000_000, 30_000),
 }
 RL_MODELS = ("ppo", "a2c")
 # Options that say what a run consists of, by their short names.
@@ -107,6 +107,7 @@ class CommandLine:
             if self.ckpt_path.parent.name == "checkpoints" and record.is_file():
                 self.configs.insert(0, str(record))
                 self.record = read_options(record)
+                self.record["model.class_path"] = path_of(self.record["model.class_path"])
                 self._choose(self.record | choices)
         modules = (self.record | self.in_configs).get("import") or []
         self.imports = [value for name, value in typed if name == "import"]
@@ -116,7 +117,7 @@ class CommandLine:
     def _choose(self, choices: Options) -> None:
         """Set what the run consists of; folders and records have no alias of a head."""
         model: str = choices.get("model.class_path", "vae")
-        self.model_path = MODELS[model].path if model in MODELS else model
+        self.model_path = path_of(model)
         names = {recipe.path: name for name, recipe in MODELS.items()}
         self.model = names.get(self.model_path, model)
         self.head = (choices.get("model.head") or "").removeprefix("catnat-") or None
@@ -155,6 +156,14 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
             if not value or (value.startswith("--") and not equals):
                 raise ValueError(f"--{name} needs a value")
         yield name, value
+
+
+def path_of(model: str) -> str:
+    """The path of the class of a model: of one of ours, wherever it was when a run began."""
+    paths = {recipe.path.rpartition(".")[2]: recipe.path for recipe in MODELS.values()}
+    if model.startswith("catnat."):
+        return paths.get(model.rpartition(".")[2], model)
+    return MODELS[model].path if model in MODELS else model
 
 
 def find_checkpoint(home: Path, head: str | None, wanted: str) -> Path:

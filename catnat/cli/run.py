@@ -386,11 +386,6 @@ class RunCLI(LightningCLI):
         return hparams | {"data_seed": options.get("data.seed"), "seed": options["seed_everything"]}
 
 
-def numbers(options: Options, *names: str) -> Options:
-    """Those of the options with these names whose values are numbers."""
-    return {name: options[name] for name in names if isinstance(options.get(name), int | float)}
-
-
 def warnings_of(metrics: Metrics) -> list[str]:
     """Plain sentences about a run that did not learn what it should."""
     sentences = []

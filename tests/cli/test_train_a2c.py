@@ -43,7 +43,7 @@ def test_it_takes_the_steps_of_stable_baselines_which_loads_its_zip(capfd):
         assert evaluate_policy(model, make_vec_env("CartPole-v1", 2, seed=0), 2)[0] > 5
     capfd.readouterr()
     assert train.main(["--model=ppo", f"--ckpt_path={FOLDER}/checkpoints/last.ckpt"]) == 2
-    assert "another model.class_path: catnat.cli.rl.A2C" in one_line(capfd)
+    assert "another model.class_path: catnat.sb3.recipes.A2C" in one_line(capfd)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""PPO and A2C as ``--model`` names them: the settings that a run begins with.
+
+A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and a name in
+``catnat.cli.options.RL_MODELS``.
+"""
+
+from typing import Any, ClassVar, TypedDict
+
+from gymnasium import spaces
+from jsonargparse.typing import PositiveInt
+from stable_baselines3.common.preprocessing import is_image_space
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from stable_baselines3.common.vec_env import VecEnv
+from torch import nn
+from torch.optim import Optimizer
+
+from catnat.checks import numbers, require_at_least, require_positive, require_within
+from catnat.sb3.algorithms import HeadA2C
+from catnat.sb3.distributions import MaskMode
+from catnat.sb3.ppo import HeadPPO, cleanrl_schedule
+
+Options = dict[str, Any]  # by their names
+
+
+class NetArch(TypedDict, total=False):
+    """Widths of the layers of the policy and of the value function."""
+
+    pi: list[PositiveInt]
+    vf: list[PositiveInt]
+
+
+class PolicyOptions(TypedDict, total=False):
+    """Arguments of the policies of Stable-Baselines3, except those of the head."""
+
+    net_arch: list[PositiveInt] | NetArch
+    activation_fn: type[nn.Module]
+    ortho_init: bool
+    features_extractor_class: type[BaseFeaturesExtractor]
+    features_extractor_kwargs: Options
+    share_features_extractor: bool
+    normalize_images: bool
+    optimizer_class: type[Optimizer]
+    optimizer_kwargs: Options
+    mask_mode: MaskMode
+
+
+class Algorithm:
+    """An algorithm of Stable-Baselines3, which is made when its environments are.
+
+    Args:
+        head: name of the head.
+        head_options: options of the head.
+        policy_kwargs: other arguments of the policy, such as net_arch.
+        learning_rate: of the optimizer, at the beginning.
+        anneal_lr: let it fall linearly to 0 at the last step.
+        kwargs: options of the algorithm itself.
+    """
+
+    atari: ClassVar[Options] = {}  # defaults for Atari games, by full name
+    not_atari: ClassVar[Options] = {  # and for other environments
+        "trainer.total_steps": 50_000,
+        "trainer.eval_deterministic": True,
+    }
+    # Rollouts between two rows of the log, and at most between two looks of the Fisher monitor.
+    every = 1
+
+    def __init__(
+        self,
+        head: str = "natural",
+        head_options: Options | None = None,
+        policy_kwargs: PolicyOptions | None = None,
+        learning_rate: float = 7e-4,
+        anneal_lr: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        positive = ("clip_range", "clip_range_vf", "max_grad_norm", "rms_prop_eps", "target_kl")
+        at_least_1 = ("n_steps", "n_epochs", "batch_size", "stats_window_size")
+        require_positive(learning_rate=learning_rate, **numbers(kwargs, *positive))
+        require_at_least(1, **numbers(kwargs, *at_least_1))
+        require_within(0, float("inf"), "[)", **numbers(kwargs, "ent_coef", "vf_coef"))
+        require_within(0, 1, **numbers(kwargs, "gamma", "gae_lambda"))
+        self.policy_kwargs = {"head": head, "head_options": head_options, **(policy_kwargs or {})}
+        drops_options = kwargs.get("use_rms_prop") and "optimizer_class" not in self.policy_kwargs
+        if drops_options and "optimizer_kwargs" in self.policy_kwargs:
+            raise ValueError("optimizer_kwargs need an optimizer_class, or --use_rms_prop false")
+        self.learning_rate = learning_rate
+        self.anneal_lr = anneal_lr
+        self.kwargs = kwargs
+
+    def arguments(self, env: VecEnv, total_steps: int, device: str, seed: int) -> Options:
+        """Arguments of the algorithm that follow from the run, with a policy that suits it."""
+        policy = "MlpPolicy"
+        if isinstance(env.observation_space, spaces.Dict):
+            policy = "MultiInputPolicy"
+        elif is_image_space(env.observation_space):
+            policy = "CnnPolicy"
+        elif device == "auto":
+            device = "cpu"  # small networks are faster there
+        rate: Any = self.learning_rate
+        if self.anneal_lr:
+            rate = cleanrl_schedule(rate, total_steps, self.kwargs["n_steps"] * env.num_envs)
+        return {
+            "policy": policy,
+            "env": env,
+            "learning_rate": rate,
+            "policy_kwargs": self.policy_kwargs,
+            "device": device,
+            "seed": seed,
+        }
+
+
+class PPO(Algorithm):
+    """PPO; for Atari games with CleanRL's settings, which are the paper's."""
+
+    # CleanRL's value loss has a factor 1/2, so that its vf_coef is 0.5.
+    atari: ClassVar = {
+        "model.learning_rate": 2.5e-4,
+        "model.anneal_lr": True,
+        "model.n_steps": 128,
+        "model.batch_size": 256,
+        "model.n_epochs": 4,
+        "model.clip_range": 0.1,
+        "model.ent_coef": 0.01,
+        "model.vf_coef": 0.25,
+        "model.value_loss": "cleanrl",
+    }
+    not_atari: ClassVar = {
+        **Algorithm.not_atari,
+        "model.learning_rate": 1e-3,
+        "model.anneal_lr": True,
+        "model.n_steps": 32,
+        "model.batch_size": 256,
+        "model.n_epochs": 20,
+        "model.gamma": 0.98,
+        "model.gae_lambda": 0.8,
+    }
+
+    def make(self, *run: Any) -> HeadPPO:
+        """The algorithm."""
+        return HeadPPO(**self.arguments(*run), **self.kwargs)
+
+
+class A2C(Algorithm):
+    """A2C with the defaults of Stable-Baselines3."""
+
+    every = 100  # rollouts are short
+
+    def make(self, *run: Any) -> HeadA2C:
+        """The algorithm."""
+        return HeadA2C(**self.arguments(*run), **self.kwargs)
