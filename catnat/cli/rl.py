@@ -1,26 +1,22 @@
 """Training with Stable-Baselines3: a policy with a categorical head, in Atari and Gymnasium."""
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from gymnasium.wrappers import TimeLimit
-from jsonargparse.typing import NonNegativeInt, PositiveInt
-from stable_baselines3.common.callbacks import BaseCallback, CallbackList
-from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
+from stable_baselines3.common.callbacks import CallbackList
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from catnat.callbacks import FisherMonitorSB3
-from catnat.callbacks.sb3_run import EVALUATION_SEED, RunSB3, recent_return
-from catnat.callbacks.tensorboard import RunLogger
+from catnat.callbacks.sb3_run import EVALUATION_SEED, Rows, RunSB3, recent_return
 from catnat.checks import require_within
 from catnat.cli.options import Options
 from catnat.cli.run import Metrics, RunCLI
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.sb3.algorithms import load_state
-from catnat.sb3.recipes import A2C, PPO, Algorithm  # noqa: F401 - names in earlier records
+from catnat.sb3.recipes import A2C, PPO, Algorithm, Training  # noqa: F401 - of earlier records
 
 _RUN_ARGUMENTS = {"seed", "gamma"}  # arguments of make_env that are not options of the data
 # Arguments of Stable-Baselines3 that follow from others, or would do nothing here.
@@ -38,39 +34,6 @@ _UNUSED = {
 }
 _LONGEST_GAME = 10_000  # steps in an evaluation, where an environment has no time limit
 _MOST_EVALUATED = 16  # environments of an evaluation
-
-
-@dataclass
-class Training:
-    """How long training takes, on which device, and how it is evaluated.
-
-    Args:
-        total_steps: steps of all environments together, also --max_steps. By default 50,000; of
-            Atari games 8,000,000 with an accelerator, else 30,000.
-        device: auto is CUDA for pictures, else the CPU.
-        eval_games: games of an evaluation. A game that has no time limit ends after 10,000 steps.
-        eval_every: steps between evaluations; by default a tenth of all, 0 for none.
-        eval_deterministic: evaluate with the likeliest actions, do not sample.
-        callbacks: callbacks of Stable-Baselines3.
-        enable_progress_bar: show progress.
-        default_root_dir: where runs go.
-    """
-
-    total_steps: PositiveInt | None = None
-    device: str = "auto"
-    eval_games: PositiveInt = 10
-    eval_every: NonNegativeInt | None = None
-    eval_deterministic: bool = False
-    callbacks: list[BaseCallback] | None = None
-    enable_progress_bar: bool = True
-    default_root_dir: str = "runs"
-
-    def __post_init__(self) -> None:
-        if self.device != "auto":
-            try:  # Stable-Baselines3 would take the CPU in place of a device that is not there
-                torch.empty(0, device=self.device).cpu()
-            except (RuntimeError, AssertionError) as error:
-                raise ValueError(f"there is no device {self.device!r} here: {error}") from error
 
 
 class RLCLI(RunCLI):
@@ -195,7 +158,7 @@ class RLCLI(RunCLI):
             self._begin()
         logger = self.make_logger(self.step + 1)
         self.at_end.callback(logger.finalize, "ended")
-        model.logger.output_formats.append(_Output(logger))
+        model.logger.output_formats.append(Rows(logger))
         model.learn(
             max(training.total_steps - self.step, 0),
             CallbackList([fisher, *(training.callbacks or ()), self.trainer]),
@@ -216,19 +179,3 @@ class RLCLI(RunCLI):
         """Play."""
         self.trainer.signals.listen()
         return {f"test/{name}": value for name, value in self.trainer.evaluate().items()}
-
-
-class _Output(TensorBoardOutputFormat):
-    """Stable-Baselines3's rows in one event file with the rest: TensorBoard follows one only.
-
-    The file is opened with the first row: one of a resumed run loses rows then.
-    """
-
-    def __init__(self, logger: RunLogger) -> None:
-        self._is_closed = False
-        self._logger = logger
-
-    def write(self, *row: Any) -> None:
-        """Write values of a step."""
-        self.writer = self._logger.experiment
-        super().write(*row)

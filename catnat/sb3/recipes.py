@@ -4,10 +4,13 @@ A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and 
 ``catnat.cli.options.RL_MODELS``.
 """
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypedDict
 
+import torch
 from gymnasium import spaces
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecEnv
@@ -148,3 +151,36 @@ class A2C(Algorithm):
     def make(self, *run: Any) -> HeadA2C:
         """The algorithm."""
         return HeadA2C(**self.arguments(*run), **self.kwargs)
+
+
+@dataclass
+class Training:
+    """How long training takes, on which device, and how it is evaluated.
+
+    Args:
+        total_steps: steps of all environments together, also --max_steps. By default 50,000; of
+            Atari games 8,000,000 with an accelerator, else 30,000.
+        device: auto is CUDA for pictures, else the CPU.
+        eval_games: games of an evaluation. A game that has no time limit ends after 10,000 steps.
+        eval_every: steps between evaluations; by default a tenth of all, 0 for none.
+        eval_deterministic: evaluate with the likeliest actions, do not sample.
+        callbacks: callbacks of Stable-Baselines3.
+        enable_progress_bar: show progress.
+        default_root_dir: where runs go.
+    """
+
+    total_steps: PositiveInt | None = None
+    device: str = "auto"
+    eval_games: PositiveInt = 10
+    eval_every: NonNegativeInt | None = None
+    eval_deterministic: bool = False
+    callbacks: list[BaseCallback] | None = None
+    enable_progress_bar: bool = True
+    default_root_dir: str = "runs"
+
+    def __post_init__(self) -> None:
+        if self.device != "auto":
+            try:  # Stable-Baselines3 would take the CPU in place of a device that is not there
+                torch.empty(0, device=self.device).cpu()
+            except (RuntimeError, AssertionError) as error:
+                raise ValueError(f"there is no device {self.device!r} here: {error}") from error
