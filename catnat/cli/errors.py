@@ -25,6 +25,8 @@ _SHORTENED = (
     (r"\.? (?:Got|Given) value: ", ", got "),
     (r", got {'class_path'.*", ""),
     (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
+    (r"\ba int\b", "an int"),
+    (r" Expected (an? \w+)", r" or \1"),
 )
 
 
