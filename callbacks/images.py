@@ -132,12 +132,7 @@ class Figures(Callback):
     _batch: Any = None  # the first of the latest validation
 
     def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         """Keep the first batch."""
         if batch_idx == 0:

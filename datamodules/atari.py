@@ -148,8 +148,7 @@ class NativeAtariVecEnv(VecEnv):
         self.lives = info["lives"]
         self._frames = info["episode_frame_number"]
         self.forced_actions = np.full(self.num_envs, -1)
-        frames: NDArray[np.uint8] = observations
-        return frames
+        return np.asarray(observations)
 
     def step_async(self, actions: Any) -> None:
         """Let the threads begin a step; this does not wait for them.

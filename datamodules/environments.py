@@ -1,30 +1,13 @@
 """Environments by name: Atari games, and everything else that Gymnasium knows."""
 
-from functools import partial
 from typing import Any
 
 import gymnasium
-from gymnasium.spaces import Discrete
-from gymnasium.wrappers import TransformAction
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from catnat.checks import did_you_mean, require_at_least
 from catnat.datamodules.atari import Backend, game_name, game_names, make_atari_vec_env
-
-
-def modulo_actions(env: gymnasium.Env[Any, Any], num_actions: int) -> gymnasium.Env[Any, Any]:
-    """An environment with more actions than it has of its own: action a plays a mod n.
-
-    Args:
-        env: with n discrete actions.
-        num_actions: how many actions there are with the copies.
-    """
-    space = env.action_space
-    if not isinstance(space, Discrete):
-        raise ValueError(f"num_actions is for Discrete action spaces, not for {space}")
-    require_at_least(int(space.n), num_actions=num_actions)
-    return TransformAction(env, lambda action: action % space.n, Discrete(num_actions))
 
 
 def is_atari(name: str) -> bool:
@@ -52,7 +35,6 @@ def make_env(
     env: str = "Breakout",
     num_envs: int = 8,
     backend: Backend | None = None,
-    num_actions: int | None = None,
     normalize: bool = False,
     env_kwargs: dict[str, Any] | None = None,
     *,
@@ -66,25 +48,22 @@ def make_env(
         num_envs: how many side by side.
         backend: of Atari games alone: native, that is C++ threads, the default; or sb3, the
             wrappers of Stable-Baselines3.
-        num_actions: if given, an environment's actions are taken modulo their number.
         normalize: scale observations and rewards by their running moments.
         env_kwargs: arguments of the environment, such as max_episode_steps.
         seed: of the first environment; the others count on from it.
         gamma: discount of the returns whose spread scales the rewards, with ``normalize``.
     """
     if is_atari(env):
-        if num_actions is not None or normalize or env_kwargs:
+        if normalize or env_kwargs:
             raise ValueError(
-                "num_actions, normalize and env_kwargs are for environments other than Atari "
-                f"games, not {env}"
+                f"normalize and env_kwargs are for environments other than Atari games, not {env}"
             )
         return make_atari_vec_env(env, num_envs, backend or "native", seed)
     if backend is not None:
         raise ValueError(f"backend {backend} is for Atari games, not for {env}")
     require_at_least(1, num_envs=num_envs)
-    wrapper = None if num_actions is None else partial(modulo_actions, num_actions=num_actions)
     try:
-        envs = make_vec_env(env, num_envs, seed, wrapper_class=wrapper, env_kwargs=env_kwargs)
+        envs = make_vec_env(env, num_envs, seed, env_kwargs=env_kwargs)
     except (gymnasium.error.Error, ImportError, TypeError) as error:  # a package, or env_kwargs
         raise ValueError(f"{env}: {error}") from error
     modes = [None, *envs.get_attr("metadata")[0].get("render_modes", ())]

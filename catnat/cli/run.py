@@ -47,7 +47,7 @@ _LENGTHS = {"trainer.max_steps": "-1", "trainer.max_epochs": "null", "trainer.ma
 _OF_ANY_CLASS = (".class_path", ".dict_kwargs")  # beside the options of its own
 # Options that a resumed run cannot change.
 _FIXED = re.compile(
-    r"(optimizer|lr_scheduler|data\.(env|num_actions|normalize)"
+    r"(optimizer|lr_scheduler|data\.(env|normalize)"
     r"|model\.(class_path|head|head_options|optimizer|lr_decay|lr_decay_steps)"
     r"|model\.(policy_kwargs\.(optimizer_\w+|ortho_init)|use_rms_prop|rms_prop_eps))\b"
 )

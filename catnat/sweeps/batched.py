@@ -164,7 +164,7 @@ class Stack:
     def __init__(self, models: Sequence[StepModule], device: torch.device, max_steps: int) -> None:
         self.clip = models[0].gradient_clip
         self._trained = [_Trained(model.to(device), device, max_steps) for model in models]
-        self.parameters, self.buffers = stack_module_state(list(self._trained))  # by name, (M, *)
+        self.parameters, self.buffers = stack_module_state(self._trained)  # by name, (M, *)
         self.schedulers: list[Any] = []
         # Learning rates are read on the device where steps are captured.
         self._rates: list[tuple[Options, Tensor]] = []

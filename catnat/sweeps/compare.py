@@ -99,8 +99,7 @@ def rows_of(path: Path) -> list[Row]:
         elif group in ("model", "data", "trainer") and value is not None:
             row["data.seed" if option == "seed" else option] = text_of(value)
     row |= {"seed": text_of(config["seed_everything"]), "folder": str(path)}
-    metrics = read_metrics(path / "metrics.json")
-    return [row | {name: float(x) for name, x in metrics.items() if isinstance(x, int | float)}]
+    return [row | read_metrics(path / "metrics.json")]
 
 
 def column(metric: str, groups: Groups) -> dict[Key, str]:

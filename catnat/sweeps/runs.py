@@ -197,10 +197,10 @@ def read(path: Path) -> list[Row]:
 
 
 def read_metrics(path: Path) -> Options:
-    """The metrics that a run has written, by name."""
+    """The numbers that a run has written, by name, and what it says about itself."""
     try:
-        metrics: Options = json.loads(path.read_text())
-        return dict(metrics.items())
+        metrics: Options = json.loads(path.read_text(), parse_int=float)
+        return {name: x for name, x in metrics.items() if isinstance(x, float) or name in ABOUT}
     except (ValueError, AttributeError):
         raise ValueError(f"{path} has no metrics by name") from None
 
@@ -265,11 +265,7 @@ def make_row(run: Run, outcome: Row) -> Row:
         for name, value in run.options.items()
         if name not in OBSERVING and value is not None
     }
-    numbers = {
-        name: float(value)
-        for name, value in metrics_of(outcome).items()
-        if isinstance(value, int | float)
-    }
+    numbers = metrics_of(outcome)
     about = {
         "plans": run.plan,
         "stage": run.stage,

@@ -49,8 +49,6 @@ WRONG = {
     "--backend envpool": "one of 'native', 'sb3'",
     "--num_envs 0": "num_envs must be at least 1",
     "--num_env 4": "did you mean --num_envs?",
-    "--env Breakout --num_actions 18": "other than Atari",
-    "--env Pendulum-v1 --num_actions 4": "Discrete action spaces, not for Box",
     "--env Breakout --normalize true": "other than Atari",
     "--learning_rate 0": "learning_rate must be positive, got 0",
     "--vf_coef .nan": "vf_coef must lie in [0, inf), got nan",

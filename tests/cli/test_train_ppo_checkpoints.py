@@ -163,7 +163,6 @@ def test_normalizers_are_kept_also_for_stable_baselines():
         "--head=sigmoid",
         "--head_options.amplitude=3",
         "--env=Acrobot-v1",
-        "--num_actions=18",
         "--normalize=true",
         "--total_steps=64",
     ],

@@ -6,6 +6,7 @@ import types
 from pathlib import Path
 from unittest.mock import patch
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from catnat import SigmoidHead, make_head
 from catnat.cli.options import HEADS
+from catnat.datamodules.environments import make_env
 from catnat.head import REGISTRY
 from catnat.lit_modules import DiscreteVAE
 
@@ -198,3 +200,14 @@ def test_an_episode_follows_from_game_and_seed(monkeypatch):
     assert frames.shape == (10, 210, 160)
     assert np.array_equal(frames, program["play"]("pong", 1))
     assert not np.array_equal(frames, program["play"]("pong", 2))
+
+
+def test_copied_actions_play_cart_pole(monkeypatch):
+    monkeypatch.syspath_prepend(PAPER / "games")
+    name = "copied_actions:CopiedCartPole-v1"
+    copied = make_env(name, 7, env_kwargs={"num_actions": 18}, seed=5)
+    env = make_env("CartPole-v1", 7, seed=5)
+    assert copied.action_space == gymnasium.spaces.Discrete(18)
+    assert np.array_equal(copied.reset(), env.reset())
+    actions = np.array([0, 1, 2, 3, 7, 16, 17])
+    assert np.array_equal(copied.step(actions)[0], env.step(actions % 2)[0])
