@@ -67,6 +67,7 @@ class Member:
         metrics: of the last validation, in the end those of the run; none of one given up.
         failure: why the model was given up: scores are not finite; empty if it was not.
         writer: of curves.
+        config_text: all options, for ``config.yaml``.
     """
 
     model: StepModule
@@ -79,6 +80,7 @@ class Member:
     metrics: Metrics = field(default_factory=dict)
     failure: str = ""
     writer: SummaryWriter | None = None
+    config_text: str = ""
 
 
 def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
@@ -111,8 +113,11 @@ def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
     shape = {name: x for name, x in model_options.items() if "learning_rate" not in name}
     data = config.data
     group = str([kind, shape, data.class_path, data.get("init_args.batch_size"), options])
-    seed = config.seed_everything
-    return Member(cli.model, cli.datamodule, seed, options, group, str(data), folder)
+    member = Member(
+        cli.model, cli.datamodule, config.seed_everything, options, group, str(data), folder
+    )
+    member.config_text = cli.config_text
+    return member
 
 
 def groups(members: Sequence[Member], most: int) -> list[list[Member]]:
@@ -334,6 +339,7 @@ class Group:
             member.writer.close()
             version = Path(member.writer.log_dir)
             self.trainer.save_checkpoint(version / "checkpoints" / "final.ckpt", weights_only=True)
+            (version / "config.yaml").write_text(member.config_text)
             (version / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
         return metrics
 

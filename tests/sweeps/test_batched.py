@@ -22,6 +22,7 @@ from catnat import make_head
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 from catnat.lit_modules.step_module import StepModule
 from catnat.sweeps import batched, runs
+from catnat.sweeps.compare import rows_of
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -147,13 +148,17 @@ def test_what_a_group_would_not_do_is_refused(option: str, monkeypatch: pytest.M
 
 
 def test_a_run_leaves_what_one_of_its_own_leaves(tmp_path: Path) -> None:
-    one = classifier(1, 0.1)
-    one.folder = tmp_path
+    words = ["--model=vae", "--head=sigmoid", "--max_steps=2", "--val_check_interval=2"]
+    options = batched.build(words).config_text
+    one = dataclasses.replace(classifier(1, 0.1), folder=tmp_path, config_text=options)
     one.data.save_hyperparameters({"source": "files"})
     batched.Group([one]).train()
     assert one.metrics["data_source"] == "files"
-    assert json.loads((tmp_path / "version_0" / "metrics.json").read_text()) == one.metrics
-    assert list(tmp_path.glob("version_0/events.*")) and list(tmp_path.glob("**/final.ckpt"))
+    folder = tmp_path / "version_0"
+    assert json.loads((folder / "metrics.json").read_text()) == one.metrics
+    assert list(folder.glob("events.*")) and list(folder.glob("**/final.ckpt"))
+    (row,) = rows_of(folder)  # for catnat compare
+    assert row["head"] == "sigmoid" and row["test/loss"] == one.metrics["test/loss"]
 
 
 def test_a_sweep_keeps_the_rows_of_a_group_whose_metrics_are_not_those_of_the_plan(
