@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from catnat import CategoricalHead
 from catnat.callbacks.images import MAX_PICTURE, Draw, fisher_picture
 from catnat.cuda_graph import send
 from catnat.fisher import (
@@ -25,6 +24,7 @@ from catnat.fisher import (
     off_diagonal_mass,
     paired_mean_fishers,
 )
+from catnat.head import CategoricalHead
 
 LARGEST = 2**13  # scores of the largest head whose matrix is computed: 256 MB
 _MAX_SCORES = 2**19  # collected before diagnostics are computed: 2 MB stay in a CPU's cache

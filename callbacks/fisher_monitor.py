@@ -9,11 +9,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from catnat import HeadProbe
 from catnat.callbacks.fisher_diagnostics import LARGEST, HeadHistory, Observation, histories_of
 from catnat.callbacks.images import Draw, add_image, is_drawn
 from catnat.callbacks.tensorboard import write_row
 from catnat.checks import require_at_least
+from catnat.probe import HeadProbe
 
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
 

@@ -9,10 +9,10 @@ from stable_baselines3.common.logger import Image, KVWriter, Logger, TensorBoard
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from catnat import HeadProbe
 from catnat.callbacks.fisher_diagnostics import histories_of, seed_of
 from catnat.callbacks.images import Draw, is_drawn
 from catnat.checks import require_at_least
+from catnat.probe import HeadProbe
 
 
 class FisherMonitorSB3(BaseCallback):

@@ -11,9 +11,10 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from catnat import CategoricalHead, CatnatHead
+from catnat.head import CategoricalHead
 from catnat.rng import forked_random_state
 from catnat.tree import levels
+from catnat.tree_heads import CatnatHead
 
 MAX_PICTURE = 2**22  # entries of the largest Fisher matrix that is drawn
 # The entries of a Fisher matrix of softmax, sigmoid, and natural with A = 2 pi are at most 1/4.

@@ -6,9 +6,9 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from catnat import HeadCategorical, make_head
 from catnat.checks import require_at_least, require_choice, require_name, require_positive
 from catnat.cuda_graph import DeviceScalar
+from catnat.distributions import HeadCategorical
 from catnat.graphs import (
     GCN,
     as_predictor,
@@ -16,6 +16,7 @@ from catnat.graphs import (
     sample_graphs,
     score_function_direction,
 )
+from catnat.heads import make_head
 from catnat.lit_modules.step_module import StepModule
 from catnat.losses import energy_from_terms, energy_terms
 from catnat.metrics import RowMeans, edge_errors, prediction_errors

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from catnat import HeadCategorical, make_head
 from catnat.checks import require_at_least, require_choice, require_name, require_positive
 from catnat.cuda_graph import DeviceScalar
+from catnat.distributions import HeadCategorical
 from catnat.estimators import score_function_surrogate
+from catnat.heads import make_head
 from catnat.lit_modules.networks import conv_decoder, conv_encoder
 from catnat.lit_modules.step_module import StepModule
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform

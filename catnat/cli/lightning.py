@@ -11,7 +11,6 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from catnat import CategoricalHead
 from catnat.callbacks import FisherMonitor
 from catnat.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from catnat.callbacks.files import AtomicCheckpointIO
@@ -20,6 +19,7 @@ from catnat.callbacks.tensorboard import RunRecord
 from catnat.checks import numbers, require_at_least, require_positive
 from catnat.cli.options import Options
 from catnat.cli.run import Metrics, RunCLI
+from catnat.head import CategoricalHead
 from catnat.lit_modules.step_module import StepModule
 
 _RATES = {"learning_rate", "psi_learning_rate"}

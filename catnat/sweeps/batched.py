@@ -27,11 +27,11 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 from torch.utils.tensorboard import SummaryWriter
 
-from catnat import CategoricalHead
 from catnat.callbacks.fisher_diagnostics import histories_of
 from catnat.callbacks.tensorboard import open_writer
 from catnat.cli.options import Options
 from catnat.cuda_graph import StepGraph, make_capturable
+from catnat.head import CategoricalHead
 from catnat.lit_modules.cuda_graph_steps import BATCH_HOOKS
 from catnat.lit_modules.step_module import StepModule
 from catnat.probe import HeadProbe
