@@ -5,8 +5,6 @@ waits for the host. Besides :class:`StepGraph`, which captures, this file has wh
 that: numbers that live on the device, and optimizers that can be captured.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,8 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 Output = TypeVar("Output")
 WARM_UP = 3  # steps taken eagerly, on a side stream, before one is captured
 # What an optimizer needs to be captured: its state on the device, one kernel for all parameters.
-CAPTURABLE: dict[str, bool] = {"capturable": True, "fused": True}
-_KERNELS = ("fused", "capturable", "foreach")
+CAPTURABLE = ("capturable", "fused")
+_KERNELS = (*CAPTURABLE, "foreach")
 
 
 # -- capturing -------------------------------------------------------------------------------------
@@ -162,11 +160,10 @@ def send(x: Tensor) -> Callable[[], Tensor]:
 
     Waiting at once would idle a GPU: it has nothing to do while the host waits.
     """
+    # Without waiting, the copy is in pinned memory.
+    host = x.detach().to("cpu", non_blocking=x.is_cuda, copy=True)
     if not x.is_cuda:
-        copy = x.detach().clone()
-        return lambda: copy
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    host.copy_(x.detach(), non_blocking=True)
+        return lambda: host
     event = torch.cuda.Event()
     event.record()
 
@@ -183,13 +180,13 @@ def send(x: Tensor) -> Callable[[], Tensor]:
 def capturable_options(kind: Callable[..., Optimizer]) -> dict[str, bool]:
     """The options with which a kind of optimizer can be captured, as far as it has them."""
     parameters = inspect.signature(kind).parameters
-    return {name: on for name, on in CAPTURABLE.items() if name in parameters}
+    return {name: True for name in CAPTURABLE if name in parameters}
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
     """Move everything that a step of the optimizer reads to the device, the learning rate too."""
     for group in optimizer.param_groups:
-        group |= {name: on for name, on in CAPTURABLE.items() if name in group}
+        group |= {name: True for name in CAPTURABLE if name in group}
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
     for state in optimizer.state.values():
         if "step" in state:
@@ -198,8 +195,7 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
 
 def make_portable(optimizer: Optimizer) -> None:
     """Undo :func:`make_capturable`; other optimizers stay as they are."""
-    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-        optimizer.load_state_dict(portable_state(optimizer.state_dict()))
+    optimizer.load_state_dict(portable_state(optimizer.state_dict()))
 
 
 def portable_state(state: dict[str, Any]) -> dict[str, Any]:
