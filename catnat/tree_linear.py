@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from catnat.activations import DEFAULT_TAIL
 from catnat.checks import checked_categories, require_at_least, require_choice, require_within
 from catnat.distributions import checked_value, draw, path_entropy, path_kl
 from catnat.head import CategoricalHead, require_tensor
@@ -18,6 +17,7 @@ from catnat.heads import make_head
 from catnat.kernels.dispatch import HAS_TRITON
 from catnat.kernels.reference import constants_at, path_logs
 from catnat.losses import reduced
+from catnat.natural import DEFAULT_TAIL
 from catnat.numerics import (
     LOG_ZERO,
     at_least_float32,

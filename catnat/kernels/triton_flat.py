@@ -1,7 +1,5 @@
 """Fused Triton kernels for sparsemax and softmax, one forward and one backward. CUDA, float32."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -15,8 +15,6 @@ a class. Sorted keys are sorted nodes at every level at once.
 
 # mypy: ignore-errors
 # Triton's own language, in Python's clothes.
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat.activations import Activation
+from catnat.activations import Activation, kernel_numbers
 from catnat.kernels.reference import gradients
-from catnat.kernels.triton_activations import activation_arguments, floored, logs_and_slopes
+from catnat.kernels.triton_activations import floored, logs_and_slopes
 from catnat.numerics import is_plain
 
 UPPER = 8  # U, levels whose scores are one matmul: a power of two
@@ -103,7 +101,7 @@ class FusedTree(NamedTuple):
             "weight": self.weight,
             "bias": self.bias,
             "constants": self.constants,
-            **activation_arguments(self.activation),
+            **kernel_numbers(self.activation),
             **_sizes(self.weight, block),
         }
 

@@ -11,14 +11,12 @@ belongs to row i % B of the scores. Of a row only the nodes of a path are read, 
 Tensors are (1, R): a row of R nodes for the functions of ``triton_activations.py``.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat.activations import Activation
-from catnat.kernels.triton_activations import activation_arguments, floored, logs_and_slopes
+from catnat.activations import Activation, kernel_numbers
+from catnat.kernels.triton_activations import floored, logs_and_slopes
 
 _BLOCK = 128  # paths of a program
 
@@ -172,7 +170,7 @@ def launch(
     rows = scores.numel() // S
     backward = name.endswith("backward")
     grad = inputs[-1] if backward else scores
-    arguments = activation_arguments(activation)
+    arguments = kernel_numbers(activation)
     arguments |= {"rows": rows, "BACKWARD": backward}
     if not name.startswith("tree"):
         source = inputs[0]
