@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from catnat.activations import Activation, CustomActivation, NaturalActivation, SigmoidActivation
-from catnat.checks import require_finite, require_flag, require_tail, require_within
+from catnat.checks import checked_order, require_finite, require_flag, require_tail, require_within
 from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
@@ -21,7 +21,7 @@ from catnat.numerics import (
     takes_real_tensors,
     uniform,
 )
-from catnat.tree import Sides, checked_leaves, path_sums, subtree_sums
+from catnat.tree import Sides, path_sums, subtree_sums
 
 _TABLE_LIMIT = 1024  # largest K whose centers under masks are looked up
 _OPTIONS = ("activation", "center", "uniform_at_zero", "order", "amplitude", "tail")
@@ -77,7 +77,7 @@ class CatnatHead(CategoricalHead):
         self.activation = activation
         self.center = float(center)
         self.uniform_at_zero = uniform_at_zero
-        self.order = None if order is None else tuple(checked_leaves(order, K).tolist())
+        self.order = None if order is None else checked_order(order, K)
         self.tree_id = (K, self.order)
         self._has_paths = type(self).log_probs is CatnatHead.log_probs
         # A log_activation of one's own may change before the distribution asks for it.

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from catnat.checks import checked_categories, require_at_least, require_choice, require_within
+from catnat.checks import (
+    checked_categories,
+    checked_order,
+    require_at_least,
+    require_choice,
+    require_within,
+)
 from catnat.distributions import checked_value, draw, path_entropy, path_kl
 from catnat.head import CategoricalHead, require_tensor
 from catnat.heads import make_head
@@ -28,7 +34,7 @@ from catnat.numerics import (
     without_autocast,
 )
 from catnat.orders import checked_frequent
-from catnat.tree import checked_leaves, walk_down
+from catnat.tree import walk_down
 from catnat.tree_heads import CatnatHead, arranged, looked_up
 
 if TYPE_CHECKING:
@@ -352,7 +358,9 @@ class TreeLinear(nn.Module):
         if order is None and self._frequent == list(range(F)):
             self._set_places(None)
             return
-        keys = torch.arange(K, device="cpu") if order is None else checked_leaves(order, K).clone()
+        keys = torch.arange(K, device="cpu")
+        if order is not None:
+            keys = torch.tensor(checked_order(order, K), device="cpu")
         keys[self._frequent] = torch.arange(-F, 0, device="cpu")
         self._set_places(keys.argsort().argsort())
 
@@ -523,5 +531,6 @@ class TreeLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the state dict; ``load_state_dict`` tells if it lacks one."""
         if (order := state_dict.get(f"{prefix}order")) is not None:
-            self._set_places(checked_leaves(order, self.num_categories))
+            places = checked_order(order, self.num_categories)
+            self._set_places(torch.tensor(places, device="cpu"))
         super()._load_from_state_dict(state_dict, prefix, *rest)
