@@ -40,10 +40,10 @@ class StepGraph(Generic[Output]):
     def __init__(self, step: Callable[[Any], Output]) -> None:
         self.step = step
         self._calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Any = None  # a torch.cuda.CUDAGraph, once there is one
         self._input: list[Any] = []  # which replays read
         self._layout: Any = None  # of the batches that are replayed
-        self._output: Output | None = None
+        self._output: Any = None
         self._stream = torch.cuda.Stream()
 
     def reset(self) -> None:
@@ -58,16 +58,16 @@ class StepGraph(Generic[Output]):
         if is_plain and self._layout is None:
             self._layout = layout
             self._input = [x.clone() for x in tensors]
-        if self._calls < WARM_UP or not is_plain or layout != self._layout:
+        if self._calls < WARM_UP or layout != self._layout:
             self._calls += 1
             return self._eagerly(batch)
         for static, x in zip(self._input, tensors, strict=True):
             static.copy_(x)
         if self._graph is None:
             self._capture(tree_unflatten(self._input, structure))
-        assert self._graph is not None and self._output is not None
         self._graph.replay()
-        return self._output
+        output: Output = self._output
+        return output
 
     def _eagerly(self, batch: Any) -> Output:
         current = torch.cuda.current_stream()
