@@ -170,7 +170,7 @@ def _launch(
     contiguous = [x.contiguous() for x in tensors.values()]
     with _on_device_of(contiguous[0]):
         if activation is None:
-            triton_flat.launch(name, *contiguous)
+            triton_flat.launch(getattr(triton_flat, name), *contiguous)
         else:
             triton_tree.launch(name, activation, constants, *contiguous)
 
