@@ -12,7 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from catnat.activations import Activation, kernel_numbers
+from catnat.activations import Activation, NaturalActivation, kernel_numbers
 
 PARALLEL = 1 << 18
 """Number of scores from which on a C kernel uses as many threads as torch."""
@@ -25,7 +25,10 @@ class _Activation(ctypes.Structure):
 
     _fields_ = (
         ("kind", ctypes.c_int),
-        *((name, ctypes.c_float) for name in ("rate", "high", "low", "joint", "slope", "edge")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("rate", "high", "low", "joint", "steepness", "at_edge")
+        ),
     )
 
 
@@ -106,7 +109,7 @@ def call(
     }
     for key, x in tensors.items():
         setattr(job, key, x.data_ptr())
-    if activation is not None:
+    if isinstance(activation, NaturalActivation):  # zeros say sigmoid
         job.activation = _settings(activation)
     if constants is not None:
         job.constants = constants.data_ptr()
@@ -122,5 +125,5 @@ def call(
 
 
 @functools.cache
-def _settings(activation: Activation) -> _Activation:
+def _settings(activation: NaturalActivation) -> _Activation:
     return _Activation(*kernel_numbers(activation).values())

@@ -75,9 +75,10 @@ class FusedTree(NamedTuple):
             frequent: F.
             plainly: the same of hidden, weight, bias and target in plain torch.
         """
-        described = (order, frequent, self, plainly)
         with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
-            return _LogProb.apply(hidden, self.weight, self.bias, target, *described)
+            return _LogProb.apply(
+                hidden, self.weight, self.bias, target, order, frequent, self, plainly
+            )
 
     def sample(self, hidden: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
         """Leaves that walks from the root reach, (P,) -> (P,); -1 where a score is NaN.
@@ -88,10 +89,15 @@ class FusedTree(NamedTuple):
             uniforms: in [0, 1), in float64, (H, P): a walk goes right where a(s) is above.
         """
         leaf = torch.empty_like(rows)
-        tensors = {"rows": rows, "uniforms": uniforms, "leaf": leaf}
-        arguments = self.arguments(hidden.contiguous(), 4096)
         with torch.cuda.device_of(hidden):
-            _sample_kernel[(len(rows),)](**tensors, **arguments, P=len(rows), num_warps=8)
+            _sample_kernel[(len(rows),)](
+                rows=rows,
+                uniforms=uniforms,
+                leaf=leaf,
+                P=len(rows),
+                **self.arguments(hidden.contiguous(), 4096),
+                num_warps=8,
+            )
         return leaf
 
     def arguments(self, hidden: Tensor, block: int) -> dict[str, Any]:
