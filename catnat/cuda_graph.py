@@ -210,7 +210,7 @@ def portable_state(state: dict[str, Any]) -> dict[str, Any]:
         key: {name: x.cpu() if name == "step" else x for name, x in values.items()}
         for key, values in state["state"].items()
     }
-    return {**state, "state": states, "param_groups": groups}
+    return state | {"state": states, "param_groups": groups}
 
 
 def set_learning_rate(group: dict[str, Any], rate: float, device: torch.device | None) -> None:

@@ -35,9 +35,7 @@ class _PairwiseDistance(torch.autograd.Function):
         ctx.save_for_backward(*inputs, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x: Tensor
-        distance: Tensor
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, distance = ctx.saved_tensors
         weight = grad / distance.masked_fill(distance == 0, torch.inf)  # subgradient 0 at 0
         weight = weight + weight.mT

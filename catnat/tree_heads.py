@@ -281,8 +281,9 @@ class CatnatHead(CategoricalHead):
     def _centers(self, like: Tensor) -> Tensor:
         """The center C of every node, (S,) in float64."""
         if not self.uniform_at_zero:
-            wide = torch.float64
-            return torch.full((self.num_scores,), self.center, dtype=wide, device=like.device)
+            return torch.full(
+                (self.num_scores,), self.center, dtype=torch.float64, device=like.device
+            )
         # x at which a node divides its leaves evenly: a(x) is the share of its bit-1 child.
         is_traced = like.is_meta or not is_plain(like)
         if self.activation.is_fused or is_traced or not self._is_elementwise(like):
