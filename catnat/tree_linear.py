@@ -136,7 +136,6 @@ class TreeLinear(nn.Module):
             self.shortlist = nn.Linear(in_features, self.num_frequent + 1, bias, **placed)
         self.register_buffer("order", None)
         self.register_buffer("classes", None, persistent=False)
-        self._cpu_places: Tensor | None  # a layer on the device "meta" has its order here
         self._frequent = frequent_classes
         self.set_order(order)
         self.reset_parameters()
@@ -259,8 +258,8 @@ class TreeLinear(nn.Module):
         is_alike = places is other_places
         if places is not None and other_places is not None:
             is_alike = torch.equal(places, other_places)
-        sizes = [(one.num_categories, one.num_frequent) for one in (self, layer)]
-        if sizes[0] != sizes[1] or not is_alike:
+        is_as_large = self.head.tree_id == layer.head.tree_id
+        if not is_alike or not is_as_large or self.num_frequent != layer.num_frequent:
             raise ValueError("path_kl needs two layers with the same order of the same classes")
         ours = self._path_logs(hidden, value)
         theirs = layer._path_logs(other, value)
@@ -294,8 +293,7 @@ class TreeLinear(nn.Module):
         """
         rows, classes, shape = self._broadcast(hidden, value)
         leaf = self._places(classes) - self.num_frequent
-        logs = self._steps(rows, self.weight, self.bias, leaf)
-        step, aside = floored_sums(logs[0]), floored_sums(logs[1])
+        step, aside = map(floored_sums, self._steps(rows, self.weight, self.bias, leaf))
         block = None
         if self.shortlist is not None:
             block = self._block(rows).view(*shape, -1)
@@ -366,7 +364,7 @@ class TreeLinear(nn.Module):
 
     def _set_places(self, places: Tensor | None) -> None:
         """Take the place of each class, (K,) on the CPU."""
-        self._cpu_places = places
+        self._cpu_places = places  # a layer on the device "meta" has its order here
         self.order = self.classes = None
         if places is not None:
             classes = places.argsort()
