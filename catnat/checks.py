@@ -47,8 +47,7 @@ def require_within(low: float, high: float, ends: str = "[]", **values: float) -
     Traceback (most recent call last):
     ValueError: theta must lie in (0, 1], got 0.0
     """
-    closed = f"{low:g}..{high:g}"
-    shown = closed if ends == "[]" else f"{ends[0]}{low:g}, {high:g}{ends[1]}"
+    shown = f"{low:g}..{high:g}" if ends == "[]" else f"{ends[0]}{low:g}, {high:g}{ends[1]}"
 
     def inside(value: float) -> bool:
         above = value >= low if ends[0] == "[" else value > low
