@@ -28,11 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from catnat.natural import NaturalNumbers
 from catnat.numerics import largest_score, log_never, safe_log
 from catnat.tree import Sides
-
-DEFAULT_TAIL = 0.05
-"""Tail of natural where its name alone is given for a likelihood of labels."""
 
 
 class _OfCenters:
@@ -70,8 +68,7 @@ class SigmoidActivation(_OfCenters):
         return torch.where(beyond, 0.0, torch.sigmoid(x) * torch.sigmoid(-x))
 
 
-@dataclass(frozen=True)
-class NaturalActivation:
+class NaturalActivation(NaturalNumbers):
     r"""a(s) = sin^2(phi), phi = pi/4 + pi (s - C) / (2A), clamped to [0, pi/2].
 
     The methods compute with the distance d of s to the *nearer* one of the edges C - A/2 and
@@ -92,29 +89,6 @@ class NaturalActivation:
     """
 
     is_fused: ClassVar[bool] = True
-
-    amplitude: float = 2 * math.pi
-    tail: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        """pi / A: the constant square root of the node's Fisher information."""
-        return math.pi / self.amplitude
-
-    @property
-    def joint(self) -> float:
-        """d_t, the distance from the edge at which the tail begins; 0 without a tail."""
-        return 2 * math.asin(math.sqrt(self.tail)) / self.rate
-
-    @property
-    def steepness(self) -> float:
-        """r, the slope of the rarer bit's logarithm in the tail."""
-        return self.rate / math.tan(math.asin(math.sqrt(self.tail))) if self.tail else 0.0
-
-    @property
-    def log_at_edge(self) -> float:
-        """Logarithm of the rarer bit's probability on an edge, with a tail."""
-        return math.log(self.tail) - self.steepness * self.joint if self.tail else 0.0
 
     def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
         """Upper and lower edge of every node, each as a high and a low part, (4, S)."""
@@ -260,6 +234,25 @@ class CustomActivation(_OfCenters):
 
 
 Activation = SigmoidActivation | NaturalActivation | CustomActivation
+
+
+def kernel_numbers(activation: Activation) -> dict[str, float]:
+    """What the fused kernels, in float32, are told of an activation; sigmoid has the first alone.
+
+    ``NATURAL`` is 0 for sigmoid, 1 for natural and 2 for natural with a tail.
+    """
+    natural = activation if isinstance(activation, NaturalActivation) else NaturalActivation()
+    kind = 2 if natural.tail else 1
+    high, low = natural.half_width(torch.float32)
+    return {
+        "NATURAL": kind if natural is activation else 0,
+        "rate": natural.rate,
+        "high": high,
+        "low": low,
+        "joint": natural.joint,
+        "slope": natural.steepness,
+        "edge": natural.log_at_edge,
+    }
 
 
 def _centered(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,6 @@ waits for the host. Besides :class:`StepGraph`, which captures, this file has wh
 that: numbers that live on the device, and optimizers that can be captured.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,8 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 Output = TypeVar("Output")
 WARM_UP = 3  # steps taken eagerly, on a side stream, before one is captured
 # What an optimizer needs to be captured: its state on the device, one kernel for all parameters.
-CAPTURABLE: dict[str, bool] = {"capturable": True, "fused": True}
-_KERNELS = ("fused", "capturable", "foreach")
+CAPTURABLE = ("capturable", "fused")
+_KERNELS = (*CAPTURABLE, "foreach")
 
 
 # -- capturing -------------------------------------------------------------------------------------
@@ -42,10 +40,10 @@ class StepGraph(Generic[Output]):
     def __init__(self, step: Callable[[Any], Output]) -> None:
         self.step = step
         self._calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Any = None  # a torch.cuda.CUDAGraph, once there is one
         self._input: list[Any] = []  # which replays read
         self._layout: Any = None  # of the batches that are replayed
-        self._output: Output | None = None
+        self._output: Any = None
         self._stream = torch.cuda.Stream()
 
     def reset(self) -> None:
@@ -60,16 +58,16 @@ class StepGraph(Generic[Output]):
         if is_plain and self._layout is None:
             self._layout = layout
             self._input = [x.clone() for x in tensors]
-        if self._calls < WARM_UP or not is_plain or layout != self._layout:
+        if self._calls < WARM_UP or layout != self._layout:
             self._calls += 1
             return self._eagerly(batch)
         for static, x in zip(self._input, tensors, strict=True):
             static.copy_(x)
         if self._graph is None:
             self._capture(tree_unflatten(self._input, structure))
-        assert self._graph is not None and self._output is not None
         self._graph.replay()
-        return self._output
+        output: Output = self._output
+        return output
 
     def _eagerly(self, batch: Any) -> Output:
         current = torch.cuda.current_stream()
@@ -162,11 +160,10 @@ def send(x: Tensor) -> Callable[[], Tensor]:
 
     Waiting at once would idle a GPU: it has nothing to do while the host waits.
     """
+    # Without waiting, the copy is in pinned memory.
+    host = x.detach().to("cpu", non_blocking=x.is_cuda, copy=True)
     if not x.is_cuda:
-        copy = x.detach().clone()
-        return lambda: copy
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    host.copy_(x.detach(), non_blocking=True)
+        return lambda: host
     event = torch.cuda.Event()
     event.record()
 
@@ -183,13 +180,13 @@ def send(x: Tensor) -> Callable[[], Tensor]:
 def capturable_options(kind: Callable[..., Optimizer]) -> dict[str, bool]:
     """The options with which a kind of optimizer can be captured, as far as it has them."""
     parameters = inspect.signature(kind).parameters
-    return {name: on for name, on in CAPTURABLE.items() if name in parameters}
+    return {name: True for name in CAPTURABLE if name in parameters}
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
     """Move everything that a step of the optimizer reads to the device, the learning rate too."""
     for group in optimizer.param_groups:
-        group |= {name: on for name, on in CAPTURABLE.items() if name in group}
+        group |= {name: True for name in CAPTURABLE if name in group}
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
     for state in optimizer.state.values():
         if "step" in state:
@@ -198,8 +195,7 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
 
 def make_portable(optimizer: Optimizer) -> None:
     """Undo :func:`make_capturable`; other optimizers stay as they are."""
-    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-        optimizer.load_state_dict(portable_state(optimizer.state_dict()))
+    optimizer.load_state_dict(portable_state(optimizer.state_dict()))
 
 
 def portable_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +210,7 @@ def portable_state(state: dict[str, Any]) -> dict[str, Any]:
         key: {name: x.cpu() if name == "step" else x for name, x in values.items()}
         for key, values in state["state"].items()
     }
-    return {**state, "state": states, "param_groups": groups}
+    return state | {"state": states, "param_groups": groups}
 
 
 def set_learning_rate(group: dict[str, Any], rate: float, device: torch.device | None) -> None:

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from catnat.activations import DEFAULT_TAIL
 from catnat.checks import require_at_least, require_choice, require_within
 from catnat.distributions import checked_value
 from catnat.head import CategoricalHead
 from catnat.heads import make_head
+from catnat.natural import DEFAULT_TAIL
 from catnat.numerics import at_least_float32, exp_of_log_probs, without_autocast
 
 
@@ -35,9 +35,7 @@ class _PairwiseDistance(torch.autograd.Function):
         ctx.save_for_backward(*inputs, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x: Tensor
-        distance: Tensor
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, distance = ctx.saved_tensors
         weight = grad / distance.masked_fill(distance == 0, torch.inf)  # subgradient 0 at 0
         weight = weight + weight.mT

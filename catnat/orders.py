@@ -40,9 +40,7 @@ def by_embedding(vectors: Tensor) -> Tensor:
     vectors = (vectors / torch.where(largest > 0, largest, 1)).float()  # whatever their scale
     K, device = len(vectors), vectors.device
     generator = torch.Generator(device).manual_seed(0)
-    leaves_below = (
-        torch.stack(subtree_sums(torch.ones(K, dtype=torch.float64)), 1).long().to(device)
-    )
+    leaves_below = torch.stack(subtree_sums(torch.ones(K, dtype=torch.long)), 1).to(device)
     members = torch.arange(K, device=device)[None]  # (nodes, places), -1 where there is no class
     for first, last in levels(K):
         if members.shape[1] <= 2:

@@ -27,12 +27,10 @@ The functions are plain differentiable torch, and so work under ``torch.func`` a
 ``torch.compile``; :mod:`catnat.kernels` has faster ones.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-
-from catnat.checks import checked_order
 
 Sides = tuple[Tensor, Tensor]
 """Values of the bit-0 and of the bit-1 child of each node."""
@@ -115,15 +113,6 @@ def leaf_paths(leaf: Tensor, num_categories: int) -> tuple[Tensor, Tensor, Tenso
     level = torch.arange((K - 1).bit_length(), device=leaf.device)
     parent = heap >> (level + 1)
     return (parent - 1).clamp_min(0), (heap >> level) & 1 == 1, parent > 0
-
-
-def checked_leaves(order: Tensor | Sequence[int], num_categories: int) -> Tensor:
-    """The leaf of each class, (K,) int64 on the CPU, after checking that every leaf occurs once."""
-    if isinstance(order, Tensor) and not order.is_floating_point() and not order.is_meta:
-        leaves = order.detach().to("cpu", torch.int64)
-        if torch.equal(leaves.sort().values, torch.arange(num_categories, device="cpu")):
-            return leaves
-    return torch.tensor(checked_order(order, num_categories), device="cpu")
 
 
 def walk_down(

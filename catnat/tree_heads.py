@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from catnat.activations import Activation, CustomActivation, NaturalActivation, SigmoidActivation
-from catnat.checks import require_finite, require_flag, require_tail, require_within
+from catnat.checks import checked_order, require, require_tail, require_within
 from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
@@ -21,7 +21,7 @@ from catnat.numerics import (
     takes_real_tensors,
     uniform,
 )
-from catnat.tree import Sides, checked_leaves, path_sums, subtree_sums
+from catnat.tree import Sides, path_sums, subtree_sums
 
 _TABLE_LIMIT = 1024  # largest K whose centers under masks are looked up
 _OPTIONS = ("activation", "center", "uniform_at_zero", "order", "amplitude", "tail")
@@ -65,8 +65,9 @@ class CatnatHead(CategoricalHead):
         super().__init__(num_categories)
         K = self.num_categories
         self.num_scores = K - 1
-        require_finite(center=center)
-        require_flag(uniform_at_zero=uniform_at_zero)
+        require("be finite", math.isfinite, center=center)
+        rule = "be true or false"
+        require(rule, lambda flag: isinstance(flag, bool), uniform_at_zero=uniform_at_zero)
         activation = self._make_activation()
         is_own = type(self).log_activation is not CatnatHead.log_activation
         if activation.is_fused and is_own:
@@ -77,7 +78,7 @@ class CatnatHead(CategoricalHead):
         self.activation = activation
         self.center = float(center)
         self.uniform_at_zero = uniform_at_zero
-        self.order = None if order is None else tuple(checked_leaves(order, K).tolist())
+        self.order = None if order is None else checked_order(order, K)
         self.tree_id = (K, self.order)
         self._has_paths = type(self).log_probs is CatnatHead.log_probs
         # A log_activation of one's own may change before the distribution asks for it.
@@ -280,8 +281,9 @@ class CatnatHead(CategoricalHead):
     def _centers(self, like: Tensor) -> Tensor:
         """The center C of every node, (S,) in float64."""
         if not self.uniform_at_zero:
-            wide = torch.float64
-            return torch.full((self.num_scores,), self.center, dtype=wide, device=like.device)
+            return torch.full(
+                (self.num_scores,), self.center, dtype=torch.float64, device=like.device
+            )
         # x at which a node divides its leaves evenly: a(x) is the share of its bit-1 child.
         is_traced = like.is_meta or not is_plain(like)
         if self.activation.is_fused or is_traced or not self._is_elementwise(like):

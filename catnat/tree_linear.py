@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from catnat.activations import DEFAULT_TAIL
-from catnat.checks import checked_categories, require_at_least, require_choice, require_within
+from catnat.checks import (
+    checked_categories,
+    checked_order,
+    require_at_least,
+    require_choice,
+    require_within,
+)
 from catnat.distributions import checked_value, draw, path_entropy, path_kl
 from catnat.head import CategoricalHead, require_tensor
 from catnat.heads import make_head
 from catnat.kernels.dispatch import HAS_TRITON
 from catnat.kernels.reference import constants_at, path_logs
 from catnat.losses import reduced
+from catnat.natural import DEFAULT_TAIL
 from catnat.numerics import (
     LOG_ZERO,
     at_least_float32,
@@ -28,7 +34,7 @@ from catnat.numerics import (
     without_autocast,
 )
 from catnat.orders import checked_frequent
-from catnat.tree import checked_leaves, walk_down
+from catnat.tree import walk_down
 from catnat.tree_heads import CatnatHead, arranged, looked_up
 
 if TYPE_CHECKING:
@@ -130,7 +136,6 @@ class TreeLinear(nn.Module):
             self.shortlist = nn.Linear(in_features, self.num_frequent + 1, bias, **placed)
         self.register_buffer("order", None)
         self.register_buffer("classes", None, persistent=False)
-        self._cpu_places: Tensor | None  # a layer on the device "meta" has its order here
         self._frequent = frequent_classes
         self.set_order(order)
         self.reset_parameters()
@@ -253,8 +258,8 @@ class TreeLinear(nn.Module):
         is_alike = places is other_places
         if places is not None and other_places is not None:
             is_alike = torch.equal(places, other_places)
-        sizes = [(one.num_categories, one.num_frequent) for one in (self, layer)]
-        if sizes[0] != sizes[1] or not is_alike:
+        is_as_large = self.head.tree_id == layer.head.tree_id
+        if not is_alike or not is_as_large or self.num_frequent != layer.num_frequent:
             raise ValueError("path_kl needs two layers with the same order of the same classes")
         ours = self._path_logs(hidden, value)
         theirs = layer._path_logs(other, value)
@@ -288,8 +293,7 @@ class TreeLinear(nn.Module):
         """
         rows, classes, shape = self._broadcast(hidden, value)
         leaf = self._places(classes) - self.num_frequent
-        logs = self._steps(rows, self.weight, self.bias, leaf)
-        step, aside = floored_sums(logs[0]), floored_sums(logs[1])
+        step, aside = map(floored_sums, self._steps(rows, self.weight, self.bias, leaf))
         block = None
         if self.shortlist is not None:
             block = self._block(rows).view(*shape, -1)
@@ -352,13 +356,15 @@ class TreeLinear(nn.Module):
         if order is None and self._frequent == list(range(F)):
             self._set_places(None)
             return
-        keys = torch.arange(K, device="cpu") if order is None else checked_leaves(order, K).clone()
+        keys = torch.arange(K, device="cpu")
+        if order is not None:
+            keys = torch.tensor(checked_order(order, K), device="cpu")
         keys[self._frequent] = torch.arange(-F, 0, device="cpu")
         self._set_places(keys.argsort().argsort())
 
     def _set_places(self, places: Tensor | None) -> None:
         """Take the place of each class, (K,) on the CPU."""
-        self._cpu_places = places
+        self._cpu_places = places  # a layer on the device "meta" has its order here
         self.order = self.classes = None
         if places is not None:
             classes = places.argsort()
@@ -523,5 +529,6 @@ class TreeLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the state dict; ``load_state_dict`` tells if it lacks one."""
         if (order := state_dict.get(f"{prefix}order")) is not None:
-            self._set_places(checked_leaves(order, self.num_categories))
+            places = checked_order(order, self.num_categories)
+            self._set_places(torch.tensor(places, device="cpu"))
         super()._load_from_state_dict(state_dict, prefix, *rest)

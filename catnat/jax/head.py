@@ -68,8 +68,7 @@ class CategoricalHead(ABC):
 
     def fisher_diagonal(self, scores: Array) -> Array:
         """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
-        diagonal: Array = jnp.diagonal(self.fisher(scores), axis1=-2, axis2=-1)
-        return diagonal
+        return self.fisher(scores).diagonal(axis1=-2, axis2=-1)
 
     def log_prob(self, scores: Array, value: Array) -> Array:
         """Log-probability of the categories ``value``, whose shape broadcasts with the batch shape.
@@ -134,7 +133,7 @@ def checked_value(value: Array, num_categories: int) -> tuple[Array, Array]:
 
 def _array(name: str, x: Any, size: int) -> Array:
     """``x`` as a JAX array with ``size`` numbers in the last dimension."""
-    out: Array = jnp.asarray(x)
+    out = jnp.asarray(x)
     if out.shape[-1:] != (size,):
         raise ValueError(f"{name} must have {size} in the last dimension, got shape {out.shape}")
     return out

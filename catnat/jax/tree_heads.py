@@ -19,6 +19,7 @@ from jax import Array
 from catnat.checks import require_tail, require_within
 from catnat.jax.head import CategoricalHead, checked_value
 from catnat.jax.numerics import LOG_ZERO, floored_sums, largest_score, log_never, pick, uniform
+from catnat.natural import NaturalNumbers
 
 Constants = Array | np.ndarray
 Sides = tuple[Array, Array]
@@ -214,7 +215,7 @@ class SigmoidHead(CatnatHead):
 
 
 @dataclass(frozen=True)
-class NaturalHead(CatnatHead):
+class NaturalHead(NaturalNumbers, CatnatHead):
     r"""catnat with a(s) = (1 + sin(pi (s - C) / A)) / 2 for |s - C| <= A/2, flat beyond.
 
     Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary). With a ``tail`` a(s) is the
@@ -236,28 +237,11 @@ class NaturalHead(CatnatHead):
     """
 
     name = "natural"
-    amplitude: float = 2 * math.pi
-    tail: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_within(1e-15, 1e15, amplitude=self.amplitude)  # float32 has no room for others
         require_tail(self.tail)
-
-    @property
-    def rate(self) -> float:
-        """pi / A: the constant square root of the Fisher information."""
-        return math.pi / self.amplitude
-
-    @property
-    def joint(self) -> float:
-        """d_t, the distance from the edge at which the tail begins."""
-        return 2 * math.asin(math.sqrt(self.tail)) / self.rate
-
-    @property
-    def steepness(self) -> float:
-        """r, the slope of the rarer bit's logarithm in the tail."""
-        return self.rate * math.sqrt((1 - self.tail) / self.tail)
 
     def logs(self, scores: Array, constants: Constants) -> Sides:
         """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one.
@@ -270,8 +254,7 @@ class NaturalHead(CatnatHead):
         sine = jnp.sin(jnp.where(outside, 1.0, theta))
         beyond: Array | float = log_never(distance.dtype)
         if self.tail:
-            at_edge = math.log(self.tail) - self.steepness * self.joint
-            in_tail = at_edge + self.steepness * jnp.where(outside, distance, 0.0)
+            in_tail = self.log_at_edge + self.steepness * jnp.where(outside, distance, 0.0)
             beyond = jnp.maximum(in_tail, -largest_score(distance.dtype))
         rare = jnp.where(outside, beyond, 2 * jnp.log(sine))
         likely = jnp.log1p(-jnp.where(outside, jnp.exp(beyond), sine * sine))

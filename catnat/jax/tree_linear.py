@@ -19,9 +19,9 @@ from catnat.jax.flat_heads import SoftmaxHead, make_head
 from catnat.jax.head import checked_value
 from catnat.jax.numerics import at_least_float32, floored_sums
 from catnat.jax.tree_heads import CatnatHead
+from catnat.natural import DEFAULT_TAIL
 
 Parameters = Mapping[str, Array]
-DEFAULT_TAIL = 0.05  # of natural
 
 
 @jax.tree_util.register_static

@@ -12,7 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from catnat.activations import Activation, NaturalActivation
+from catnat.activations import Activation, NaturalActivation, kernel_numbers
 
 PARALLEL = 1 << 18
 """Number of scores from which on a C kernel uses as many threads as torch."""
@@ -21,7 +21,7 @@ LEVELS = {"AVX512": "_cpu_avx512", "AVX2": "_cpu_avx2", "DEFAULT": "_cpu"}
 
 
 class _Activation(ctypes.Structure):
-    """The struct ``activation`` of ``cpu.c``."""
+    """The struct ``activation`` of ``cpu.c``: what :func:`kernel_numbers` has, in its order."""
 
     _fields_ = (
         ("kind", ctypes.c_int),
@@ -109,7 +109,7 @@ def call(
     }
     for key, x in tensors.items():
         setattr(job, key, x.data_ptr())
-    if isinstance(activation, NaturalActivation):
+    if isinstance(activation, NaturalActivation):  # zeros say sigmoid
         job.activation = _settings(activation)
     if constants is not None:
         job.constants = constants.data_ptr()
@@ -126,6 +126,4 @@ def call(
 
 @functools.cache
 def _settings(activation: NaturalActivation) -> _Activation:
-    tail = (activation.joint, activation.steepness, activation.log_at_edge)
-    kind = 2 if activation.tail else 1
-    return _Activation(kind, activation.rate, *activation.half_width(torch.float32), *tail)
+    return _Activation(*kernel_numbers(activation).values())

@@ -1,7 +1,5 @@
 """The choice between the implementations: plain torch, the C kernels, the Triton kernels."""
 
-from __future__ import annotations
-
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -93,7 +91,7 @@ def tree_sample(
 
 def sparsemax_log_probs(scores: Tensor) -> Tensor:
     """Log-probabilities of sparsemax, (*, K) -> (*, K); at their floor outside the support."""
-    fused = kernels_for(scores, scores.shape[-1], SPARSEMAX_TRITON_LIMIT)
+    fused = kernels_for(scores, SPARSEMAX_TRITON_LIMIT)
     if fused is None:
         return reference.sparsemax_log_probs(scores)
     return _log_probs("sparsemax", scores, None, None, None, fused)
@@ -105,14 +103,14 @@ def softmax_log_probs(scores: Tensor) -> Tensor:
     On the CPU torch's own kernels are the fastest, and torch.compile makes one kernel of
     log_softmax and the floor.
     """
-    fused = kernels_for(scores, scores.shape[-1], SOFTMAX_TRITON_LIMIT)
+    fused = kernels_for(scores, SOFTMAX_TRITON_LIMIT)
     if fused != "triton" or torch.compiler.is_compiling():
         return reference.softmax_log_probs(scores)
     return _log_probs("softmax", scores, None, None, None, fused)
 
 
-def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str | None:
-    """``"triton"``, ``"cpu"`` (the C kernels), or None for plain torch.
+def kernels_for(scores: Tensor, triton_limit: int) -> str | None:
+    """``"triton"`` up to so many scores, ``"cpu"`` (the C kernels), or None for plain torch.
 
     Plain torch is what torch.func, forward-mode derivatives, fake tensors, torch.jit.trace,
     torch.export, both ONNX exporters and other tracers need. ``torch.compile`` knows Triton, and
@@ -123,15 +121,13 @@ def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str |
     plain = is_plain(scores)
     if plain and scores.is_cpu:
         return "cpu" if cpu.library() is not None else None
-    on_gpu = scores.is_cuda and HAS_TRITON and num_categories <= triton_limit
+    on_gpu = scores.is_cuda and HAS_TRITON and scores.shape[-1] <= triton_limit
     traceable = plain or (torch.compiler.is_compiling() and not _is_exporting())
     return "triton" if on_gpu and traceable else None
 
 
 def _tree_kernels(scores: Tensor, activation: Activation) -> str | None:
-    if not activation.is_fused:
-        return None
-    return kernels_for(scores, scores.shape[-1] + 1, TREE_TRITON_LIMIT)
+    return kernels_for(scores, TREE_TRITON_LIMIT - 1) if activation.is_fused else None
 
 
 def _path_kernels(scores: Tensor, shape: torch.Size, activation: Activation) -> str | None:
@@ -145,7 +141,7 @@ def _path_kernels(scores: Tensor, shape: torch.Size, activation: Activation) -> 
     if not activation.is_fused or batch != shape[len(shape) - len(batch) :]:
         return None
     in_order = torch.are_deterministic_algorithms_enabled() and shape != batch
-    return None if in_order and not scores.is_cpu else kernels_for(scores, 0, 0)
+    return None if in_order and not scores.is_cpu else kernels_for(scores, scores.shape[-1])
 
 
 def _launch(
@@ -174,7 +170,7 @@ def _launch(
     contiguous = [x.contiguous() for x in tensors.values()]
     with _on_device_of(contiguous[0]):
         if activation is None:
-            triton_flat.launch(name, *contiguous)
+            triton_flat.launch(getattr(triton_flat, name), *contiguous)
         else:
             triton_tree.launch(name, activation, constants, *contiguous)
 

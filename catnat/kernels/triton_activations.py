@@ -9,36 +9,15 @@ With t = tan(theta), theta as in ``NaturalActivation``, the likelier bit has the
 -log(1 + t^2), the other one 2 log t less, and the slopes are rate * t and rate / t.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from catnat.activations import Activation, NaturalActivation
 from catnat.numerics import LOG_ZERO, largest_score, log_never
 
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
 _NEVER = tl.constexpr(log_never(torch.float32))
 _LARGEST = tl.constexpr(largest_score(torch.float32))
-
-
-def activation_arguments(activation: Activation) -> dict[str, Any]:
-    """The arguments of a kernel that describe an activation; sigmoid does not use the numbers."""
-    is_natural = isinstance(activation, NaturalActivation)
-    natural = activation if is_natural else NaturalActivation()
-    high, low = natural.half_width(torch.float32)
-    return {
-        "rate": natural.rate,
-        "high": high,
-        "low": low,
-        "joint": natural.joint,
-        "slope": natural.steepness,
-        "edge": natural.log_at_edge,
-        "NATURAL": 0 if not is_natural else 2 if natural.tail else 1,
-    }
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Fused Triton kernels for sparsemax and softmax, one forward and one backward. CUDA, float32."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 import triton
@@ -90,16 +90,8 @@ def softmax_backward(
     tl.store(out + offset, g - tl.exp(log_p) * tl.sum(g, axis=1)[:, None], mask=inside)
 
 
-_KERNELS = {
-    "sparsemax_forward": sparsemax_forward,
-    "sparsemax_backward": sparsemax_backward,
-    "softmax_forward": softmax_forward,
-    "softmax_backward": softmax_backward,
-}
-
-
-def launch(name: str, *tensors: Tensor) -> None:
-    """Launch a kernel of this name: a program holds R rows, each in the least power of two >= K."""
+def launch(kernel: Any, *tensors: Tensor) -> None:
+    """Launch a kernel of this file: a program holds R rows, each in the least power of two >= K."""
     K = tensors[0].shape[-1]
     rows = tensors[0].numel() // K
     if not rows:
@@ -107,4 +99,4 @@ def launch(name: str, *tensors: Tensor) -> None:
     P = triton.next_power_of_2(K)
     R = max(1, (1024 if P <= 64 else 512) // P)
     warps = 4 if P <= 64 else min(16, max(1, R * P // 512))
-    _KERNELS[name][(triton.cdiv(rows, R),)](*tensors, rows=rows, K=K, R=R, P=P, num_warps=warps)
+    kernel[(triton.cdiv(rows, R),)](*tensors, rows=rows, K=K, R=R, P=P, num_warps=warps)

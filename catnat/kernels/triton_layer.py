@@ -15,8 +15,6 @@ a class. Sorted keys are sorted nodes at every level at once.
 
 # mypy: ignore-errors
 # Triton's own language, in Python's clothes.
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat.activations import Activation
+from catnat.activations import Activation, kernel_numbers
 from catnat.kernels.reference import gradients
-from catnat.kernels.triton_activations import activation_arguments, floored, logs_and_slopes
+from catnat.kernels.triton_activations import floored, logs_and_slopes
 from catnat.numerics import is_plain
 
 UPPER = 8  # U, levels whose scores are one matmul: a power of two
@@ -77,9 +75,10 @@ class FusedTree(NamedTuple):
             frequent: F.
             plainly: the same of hidden, weight, bias and target in plain torch.
         """
-        described = (order, frequent, self, plainly)
         with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
-            return _LogProb.apply(hidden, self.weight, self.bias, target, *described)
+            return _LogProb.apply(
+                hidden, self.weight, self.bias, target, order, frequent, self, plainly
+            )
 
     def sample(self, hidden: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
         """Leaves that walks from the root reach, (P,) -> (P,); -1 where a score is NaN.
@@ -90,10 +89,15 @@ class FusedTree(NamedTuple):
             uniforms: in [0, 1), in float64, (H, P): a walk goes right where a(s) is above.
         """
         leaf = torch.empty_like(rows)
-        tensors = {"rows": rows, "uniforms": uniforms, "leaf": leaf}
-        arguments = self.arguments(hidden.contiguous(), 4096)
         with torch.cuda.device_of(hidden):
-            _sample_kernel[(len(rows),)](**tensors, **arguments, P=len(rows), num_warps=8)
+            _sample_kernel[(len(rows),)](
+                rows=rows,
+                uniforms=uniforms,
+                leaf=leaf,
+                P=len(rows),
+                **self.arguments(hidden.contiguous(), 4096),
+                num_warps=8,
+            )
         return leaf
 
     def arguments(self, hidden: Tensor, block: int) -> dict[str, Any]:
@@ -103,7 +107,7 @@ class FusedTree(NamedTuple):
             "weight": self.weight,
             "bias": self.bias,
             "constants": self.constants,
-            **activation_arguments(self.activation),
+            **kernel_numbers(self.activation),
             **_sizes(self.weight, block),
         }
 

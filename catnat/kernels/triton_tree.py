@@ -11,14 +11,12 @@ belongs to row i % B of the scores. Of a row only the nodes of a path are read, 
 Tensors are (1, R): a row of R nodes for the functions of ``triton_activations.py``.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat.activations import Activation
-from catnat.kernels.triton_activations import activation_arguments, floored, logs_and_slopes
+from catnat.activations import Activation, kernel_numbers
+from catnat.kernels.triton_activations import floored, logs_and_slopes
 
 _BLOCK = 128  # paths of a program
 
@@ -172,17 +170,16 @@ def launch(
     rows = scores.numel() // S
     backward = name.endswith("backward")
     grad = inputs[-1] if backward else scores
-    arguments = activation_arguments(activation)
+    arguments = kernel_numbers(activation)
     arguments |= {"rows": rows, "BACKWARD": backward}
     if not name.startswith("tree"):
         source = inputs[0]
         count = source.shape[0]
-        sizes = {"count": count, "K": S + 1, "R": _BLOCK, "HEIGHT": S.bit_length()}
+        arguments |= {"count": count, "K": S + 1, "R": _BLOCK, "HEIGHT": S.bit_length()}
         arguments["SAMPLE"] = name == "path_sample"
         if count:
             grid = (triton.cdiv(count, _BLOCK),)
-            tensors = (scores, constants, source, grad, out)
-            path_kernel[grid](*tensors, **sizes, **arguments, num_warps=4)
+            path_kernel[grid](scores, constants, source, grad, out, **arguments, num_warps=4)
     elif rows:
         height = (S + 1).bit_length() - 1
         P = 1 << height
@@ -192,6 +189,6 @@ def launch(
         while R > 4 and rows < 512 * R:  # for few rows, more programs with fewer rows are faster
             R //= 2
         warps = min(16, few if P <= 64 else max(1, R * P // (1024 * few)))
-        sizes = {"R": R, "P": P, "HEIGHT": height, "REST": S + 1 - P}
+        arguments |= {"R": R, "P": P, "HEIGHT": height, "REST": S + 1 - P}
         grid = (triton.cdiv(rows, R),)
-        tree_kernel[grid](scores, constants, grad, out, **sizes, **arguments, num_warps=warps)
+        tree_kernel[grid](scores, constants, grad, out, **arguments, num_warps=warps)

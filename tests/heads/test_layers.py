@@ -19,13 +19,14 @@ SIDES = ("lit_modules", "datamodules", "callbacks")  # links make them packages 
 WALKED = ("catnat", *SIDES, "benchmarks", "examples", "docs", "paper")
 
 # The rooms of the house, and the rooms that each may import from.
-LIBRARY = {"catnat", "catnat.checks", "catnat.sb3", "catnat.jax"}
+TORCHLESS = {"catnat.checks", "catnat.natural"}
+LIBRARY = {"catnat", *TORCHLESS, "catnat.sb3", "catnat.jax"}
 CATNAT = LIBRARY | {f"catnat.{side}" for side in SIDES} | {"catnat.cli"}
 KNOWS = {
-    "catnat": {"catnat", "catnat.checks"},
-    "catnat.checks": set(),
-    "catnat.sb3": {"catnat", "catnat.checks", "catnat.sb3"},
-    "catnat.jax": {"catnat.checks", "catnat.jax"},  # which works without torch
+    "catnat": {"catnat", *TORCHLESS},
+    **{room: set() for room in TORCHLESS},
+    "catnat.sb3": {"catnat", *TORCHLESS, "catnat.sb3"},
+    "catnat.jax": {*TORCHLESS, "catnat.jax"},  # which works without torch
     **{f"catnat.{side}": {*LIBRARY, f"catnat.{side}"} for side in SIDES},
     "catnat.cli": {*CATNAT, "catnat.sweeps"},  # the command dispatches to both
     "catnat.sweeps": {*CATNAT, "catnat.sweeps"},
@@ -41,7 +42,7 @@ KNOWS = {
 SB3 = {"torch", "stable_baselines3", "gymnasium", "numpy"}
 GUESTS = {
     "catnat": {"torch"},
-    "catnat.checks": set(),
+    **{room: set() for room in TORCHLESS},
     "catnat.metrics": {"torch", "torchmetrics"},
     "catnat.graphs": {"torch", "torch_geometric"},
     "catnat.rng": {"torch", "numpy"},
