@@ -7,18 +7,66 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from catnat.fisher import off_diagonal_mass
 from catnat.losses import energy_score
 
 _BINS = 10  # of edge probabilities, in the calibration error
 
 
+class FisherOffDiagonalMass(Metric):
+    """Off-diagonal mass of the mean of all Fisher matrices that were added.
+
+    The state is the *sum of matrices*: batches and ranks are added first and the ratio is taken
+    last. A mean of ratios would depend on how the data were cut. Over ranks use
+    ``update -> compute -> reset``; ``metric(x)`` returns each rank's own batch value.
+
+    Args:
+        num_scores: S.
+        norm: ``"fro"`` or ``"l1"``, see :func:`catnat.fisher.off_diagonal_mass`.
+        kwargs: passed to ``torchmetrics.Metric``.
+
+    >>> metric = FisherOffDiagonalMass(num_scores=2)
+    >>> metric.update(torch.tensor([[0.25, -0.25], [-0.25, 0.25]]))
+    >>> metric.compute()
+    tensor(0.7071)
+    """
+
+    full_state_update = False
+
+    fisher_sum: Tensor
+
+    def __init__(self, num_scores: int, norm: str = "fro", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        off_diagonal_mass(torch.zeros(1, 1), norm)  # an unknown norm fails here, not at the end
+        self.norm = norm
+        zeros = torch.zeros(num_scores, num_scores, dtype=torch.float64)
+        self.add_state("fisher_sum", zeros, dist_reduce_fx="sum")
+
+    def update(self, fisher: Tensor, weight: int = 1) -> None:
+        """Add matrices.
+
+        Args:
+            fisher: (*, S, S); leading dimensions are summed over.
+            weight: how many rows each matrix is a mean of, as with ``head.mean_fisher(scores)``.
+        """
+        size = self.fisher_sum.shape[-1]
+        if fisher.shape[-2:] != (size, size):
+            raise ValueError(
+                f"expected Fisher matrices of shape (*, {size}, {size}), got {tuple(fisher.shape)}"
+            )
+        flat = fisher.detach().reshape(-1, size, size)
+        self.fisher_sum += flat.sum(0).to(self.fisher_sum.dtype) * weight
+
+    def compute(self) -> Tensor:
+        """The mass, a scalar in [0, 1]."""
+        return off_diagonal_mass(self.fisher_sum, self.norm).float()
+
+
 class RowMeans(Metric):
     """Means of several values over all rows of all batches and ranks.
 
-    Sums and the number of rows are added over batches and ranks, and divided last: a mean of ratios
-    would depend on how the data were cut. A rank may have no rows at all. So the off-diagonal mass
-    of all Fisher matrices is ``off_diagonal_mass(means.compute()["fisher"])`` after every batch's
-    ``means.add_rows(fisher=head.fisher(scores))``, see :func:`catnat.fisher.off_diagonal_mass`.
+    Sums and the number of rows are added over batches and ranks, and divided last. A rank may have
+    no rows at all.
 
     Args:
         shapes: shape of the value of one row, by name.

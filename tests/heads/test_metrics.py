@@ -9,6 +9,7 @@ from cases import HEADS
 from catnat import make_head
 from catnat.fisher import off_diagonal_mass
 from catnat.metrics import (
+    FisherOffDiagonalMass,
     RowMeans,
     edge_errors,
     prediction_errors,
@@ -23,11 +24,13 @@ def test_does_not_depend_on_how_the_data_are_cut(name, norm):
     scores = 0.4 * torch.randn(12, head.num_scores)
     mass = off_diagonal_mass(head.fisher(scores).mean(0), norm)
     for cut in ([12], [5, 7], [1] * 12):
-        means = RowMeans({"fisher": (head.num_scores, head.num_scores)})
+        metric = FisherOffDiagonalMass(head.num_scores, norm)
+        weighted = FisherOffDiagonalMass(head.num_scores, norm)
         for part in scores.split(cut):
-            means.add_rows(fisher=head.fisher(part))
-        measured = off_diagonal_mass(means.compute()["fisher"], norm)
-        assert measured.item() == pytest.approx(mass.item(), abs=1e-6)
+            metric.update(head.fisher(part))
+            weighted.update(head.mean_fisher(part), weight=len(part))
+        assert metric.compute() == pytest.approx(mass.item(), abs=1e-6)
+        assert weighted.compute() == pytest.approx(mass.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("cut", [[7], [2, 5], [7, 0], [1] * 7])
@@ -47,6 +50,17 @@ def test_means_over_no_rows_are_no_means():
     means.update(2, loss=torch.tensor(3.0))
     means.reset()
     assert means.compute() == {}
+
+
+def test_reset_and_errors():
+    metric = FisherOffDiagonalMass(2)
+    metric.update(torch.ones(3, 2, 2))
+    assert metric.compute() == pytest.approx(0.5**0.5)
+    metric.reset()
+    metric.update(torch.eye(2))
+    assert metric.compute() == 0
+    with pytest.raises(ValueError, match=r"shape \(\*, 2, 2\), got \(3, 3\)"):
+        metric.update(torch.eye(3))
 
 
 # -- predictions and edges ------------------------------------------------------------------------

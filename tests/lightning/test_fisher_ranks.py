@@ -20,7 +20,7 @@ from cases_fresh import check_fresh, one_server
 from catnat import make_head
 from catnat.callbacks import FisherMonitor
 from catnat.fisher import off_diagonal_mass
-from catnat.metrics import RowMeans
+from catnat.metrics import FisherOffDiagonalMass
 
 SCENES = ("softmax", "natural", "uneven", "empty")
 pytestmark = one_server
@@ -45,13 +45,10 @@ class Metric(L.Callback):
 
     def on_train_end(self, trainer, pl_module):
         scores = 0.4 * torch.randn(12, 5, generator=torch.Generator().manual_seed(3))
-        metric = RowMeans({"fisher": (5, 5)})
+        metric = FisherOffDiagonalMass(5)
         mine = scores if trainer.world_size == 1 else scores.split([4, 8])[trainer.global_rank]
-        metric.add_rows(fisher=make_head("sparsemax", 5).fisher(mine))
-        torch.save(
-            off_diagonal_mass(metric.compute()["fisher"]),
-            self.folder / f"metric{trainer.global_rank}.pt",
-        )
+        metric.update(make_head("sparsemax", 5).fisher(mine))
+        torch.save(metric.compute(), self.folder / f"metric{trainer.global_rank}.pt")
 
 
 def model_and_data(scene):
