@@ -1,7 +1,7 @@
 """The distribution that a head returns."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,13 +21,35 @@ from catnat.numerics import (
     take,
 )
 
-if TYPE_CHECKING:
-    from catnat.head import CategoricalHead
-
 ESTIMATORS = ("gumbel", "straight-through", "reinmax", "relaxed")
 """Names of the gradients that :meth:`HeadCategorical.rsample` can give its samples."""
 FLOAT32_LIMIT = 2**16
 """Largest K that is sampled with float32 noise: with more, equal numbers are common."""
+
+
+class PathHead(Protocol):
+    """What a distribution asks of its head: single categories, and all of them when needed.
+
+    The methods of a tree look at the O(log K) nodes of a path alone. Scores (*, S) are checked, in
+    float32 or float64, and values int64.
+    """
+
+    num_categories: int
+    tree_id: object
+
+    def log_probs(self, scores: Tensor) -> Tensor:
+        """Log-probabilities of all categories, (*, S) -> (*, K)."""
+
+    def path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        """Log-probabilities of categories, (*); NaN for a value that is not a category."""
+
+    def path_sample(
+        self, scores: Tensor, sample_shape: torch.Size, generator: torch.Generator | None
+    ) -> Tensor:
+        """Random categories, (*sample_shape, *)."""
+
+    def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each."""
 
 
 class HeadCategorical(Categorical):
@@ -59,7 +81,7 @@ class HeadCategorical(Categorical):
 
     scores: Tensor  # that the head was called with, after masks; from a head alone
     # A head and scores that give the log-probabilities; their batch shape broadcasts to ours.
-    _source: tuple["CategoricalHead", Tensor] | None = None
+    _source: tuple[PathHead, Tensor] | None = None
 
     def __init__(
         self,
@@ -67,7 +89,7 @@ class HeadCategorical(Categorical):
         validate_args: bool | None = None,
         *,
         normalized: bool = False,
-        source: tuple["CategoricalHead", Tensor] | None = None,
+        source: tuple[PathHead, Tensor] | None = None,
     ) -> None:
         if source is not None:
             head, scores = source
