@@ -58,7 +58,7 @@ class StepGraph(Generic[Output]):
         if is_plain and self._layout is None:
             self._layout = layout
             self._input = [x.clone() for x in tensors]
-        if self._calls < WARM_UP or layout != self._layout:
+        if self._calls < WARM_UP or not is_plain or layout != self._layout:
             self._calls += 1
             return self._eagerly(batch)
         for static, x in zip(self._input, tensors, strict=True):
@@ -195,7 +195,8 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
 
 def make_portable(optimizer: Optimizer) -> None:
     """Undo :func:`make_capturable`; other optimizers stay as they are."""
-    optimizer.load_state_dict(portable_state(optimizer.state_dict()))
+    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+        optimizer.load_state_dict(portable_state(optimizer.state_dict()))
 
 
 def portable_state(state: dict[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ GUESTS = {
     "catnat.kernels": {"torch", "triton"},
     "catnat.sb3": SB3,
     "catnat.sb3.policies": {*SB3, "sb3_contrib"},
+    "catnat.sb3.recipes": {*SB3, "jsonargparse"},  # they say what options are
     "catnat.jax": {"jax", "numpy"},
 }
 
