@@ -11,6 +11,7 @@ import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -301,8 +302,7 @@ def load(name: str, scale: str | None = None) -> Plan:
             _mapping(content.get(part))
         except ValueError as error:
             raise ValueError(f"{path.name}, {part}: {error}") from None
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Plan, "plan")
+    parser = _parser()
     try:
         plan: Plan = parser.instantiate(parser.parse_object({"plan": content})).plan
     except (ValueError, ArgumentError) as error:
@@ -311,6 +311,14 @@ def load(name: str, scale: str | None = None) -> Plan:
     plan.scale = scale
     plan.folders = [plan.path, str(path.parent.resolve())]
     return plan
+
+
+@cache
+def _parser() -> ArgumentParser:
+    """What checks the values of a plan."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Plan, "plan")
+    return parser
 
 
 def _read(path: Path, scale: str = "") -> Options:
