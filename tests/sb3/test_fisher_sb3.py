@@ -19,12 +19,7 @@ from stable_baselines3.common.logger import Logger
 from catnat.callbacks import FisherMonitor, FisherMonitorSB3, fisher_diagnostics
 from catnat.fisher import off_diagonal_mass
 from catnat.flat_heads import SoftmaxHead
-from catnat.sb3 import (
-    HeadActorCriticPolicy,
-    HeadMultiInputActorCriticPolicy,
-    HeadPPO,
-    NonFinite,
-)
+from catnat.sb3 import HeadActorCriticPolicy, HeadMultiInputActorCriticPolicy, HeadPPO, NonFinite
 
 
 class Kept(FisherMonitorSB3):

@@ -31,11 +31,7 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from catnat import make_head
-from catnat.sb3 import (
-    HeadActorCriticPolicy,
-    HeadPPO,
-    MaskedPlayer,
-)
+from catnat.sb3 import HeadActorCriticPolicy, HeadPPO, MaskedPlayer
 from catnat.sb3.distributions import HeadDistribution
 from catnat.sb3.masks import masks_of
 
