@@ -1,7 +1,5 @@
 """The JAX heads: the same numbers as the torch heads, Fisher matrices, masks, mixes, tails."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

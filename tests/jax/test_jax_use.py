@@ -1,7 +1,5 @@
 """The JAX heads in use: samples, the distribution, jit and vmap, errors, the example."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import re
