@@ -57,18 +57,20 @@ def read(path: str) -> Runs:
 def select(path: str, **options: Any) -> Runs:
     """The runs of which each option has the value, or one of a list; seeds are the index."""
     runs = read(path)
+    chosen = np.full(len(runs), True)
     for name, value in options.items():
-        runs = runs[runs[name].isin(value if isinstance(value, list) else [value])]
-    return runs
+        chosen &= runs[name].isin(value if isinstance(value, list) else [value])
+    return runs[chosen]
 
 
 def pair(path: str, first: str = "softmax", second: str = "sigmoid", **options: Any) -> list[Runs]:
     """The runs of two heads, by data, size and seed."""
     runs = select(path, head=[first, second], **options).reset_index()
     runs = runs.set_index([name for name in (*COLUMN, "seed") if name in runs]).sort_index()
-    if not runs.set_index("head", append=True).index.is_unique:
+    two = [runs[runs["head"] == head] for head in (first, second)]
+    if not all(half.index.is_unique for half in two):
         raise ValueError(f"{path} has several runs of a seed for {first} or {second}, {options}")
-    return [runs[runs["head"] == head] for head in (first, second)]
+    return two
 
 
 def best(search: Runs, runs: Runs, metric: str, cell: list[str], rates: list[str]) -> Runs:
@@ -131,9 +133,10 @@ def log_factors(first: Runs, second: Runs, until: float = np.inf) -> pd.Series[f
     The loss is the higher one of their last two: softmax's, where softmax is behind.
     """
     seeds = first.index.intersection(second.index)
+    pair_of_curves = [curves(runs).loc[:, :until] for runs in (first, second)]
     logs = []
     for seed in seeds:
-        losses = [curves(runs).loc[seed, :until].dropna() for runs in (first, second)]
+        losses = [of_runs.loc[seed].dropna() for of_runs in pair_of_curves]
         target = max(curve.iloc[-1] for curve in losses)
         logs.append(np.subtract(*(log_step_of(curve, target) for curve in losses)))
     return pd.Series(logs, seeds, dtype=float)

@@ -5,8 +5,6 @@ log-probabilities reach -1000 and float32 has seven digits. A difference of grad
 max(1, the largest gradient of the row): the gradient of a score is a sum of terms of that size.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from importlib.metadata import version

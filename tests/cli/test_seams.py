@@ -214,8 +214,7 @@ def test_validation_may_go_by_the_clock(without_cuda, interval, data):  # noqa: 
 def test_models_can_be_pickled_and_copied(kind):
     model = kind()
     for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        ours, theirs = model.state_dict(), twin.state_dict()
-        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+        torch.testing.assert_close(twin.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])

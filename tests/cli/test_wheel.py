@@ -75,12 +75,12 @@ def site(wheel, tmp_path_factory):
     return site
 
 
-def pip(command: str, *arguments: str) -> None:
+def pip(command, *arguments):
     offline = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
     run_module("pip", command, *offline, *arguments)
 
 
-def run_module(*words: str, cwd: Path | None = None) -> None:
+def run_module(*words, cwd=None):
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -145,7 +145,7 @@ def test_metadata_lists_what_is_imported(site):
     assert unlisted == set()
 
 
-def top_level_imports(path: Path) -> set[str]:
+def top_level_imports(path):
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -155,7 +155,7 @@ def top_level_imports(path: Path) -> set[str]:
     return names
 
 
-def run_installed(words: list[str], cwd: Path, *packages: Path) -> subprocess.CompletedProcess[str]:
+def run_installed(words, cwd, *packages):
     """Run Python with these folders of packages, and none of the checkout's."""
     # Without the module "site" an editable install of the checkout cannot step in.
     installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]

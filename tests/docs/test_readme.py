@@ -13,11 +13,11 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
 
 
-def run_pages(what: str, pages: list[Path]) -> str:
+def run_pages(what, pages):
     """Run what the README and pages of the site show, in another process."""
     done = run_fresh(ROOT / "tests" / "cases_docs.py", what, *pages)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,5 @@
 """Distributions of heads: HeadCategorical, its paths and its estimators."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -9,11 +9,7 @@ from cases import both_floats
 from scipy.stats import chisquare
 
 from catnat import make_head
-from catnat.estimators import (
-    reinmax,
-    score_function_surrogate,
-    straight_through_gumbel,
-)
+from catnat.estimators import reinmax, score_function_surrogate, straight_through_gumbel
 
 K = 3
 FLOOR = -1000.0

@@ -1,7 +1,5 @@
 """The paper's Proposition, Theorem and Corollary, and everything built on the Fisher matrix."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """HeadNLL: the semantics of F.cross_entropy, for every head."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

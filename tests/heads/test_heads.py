@@ -1,7 +1,5 @@
 """Heads: names and options, the exact definition, inverses, and the company they keep in torch."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
@@ -25,10 +23,9 @@ from cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.func import jacrev, vmap
 
-from catnat import CategoricalHead, CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
+from catnat import CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
 from catnat.head import ALIASES, REGISTRY
 
 # ------------------------------------------------------------------------ names and options
@@ -270,15 +267,15 @@ OPTIONS = {
 
 
 def drawn_case(
-    name: str,
-    mix: float,
-    tail: float,
-    ordered: bool,
-    K: int,
-    scale: float,
-    density: float,
-    seed: int,
-) -> tuple[CategoricalHead, Tensor, Tensor]:
+    name,
+    mix,
+    tail,
+    ordered,
+    K,
+    scale,
+    density,
+    seed,
+):
     """A head, scores (ROWS, S) in float64 and masks (ROWS, K)."""
     noise = torch.Generator().manual_seed(seed)
     options = {"tail": tail} if name == "natural" else {}

@@ -7,7 +7,6 @@ docs, examples, benchmarks and paper are users, and nothing imports them.
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -54,7 +53,7 @@ GUESTS = {
 }
 
 
-def imports(path: Path, for_types: bool = True) -> Iterator[tuple[int, str]]:
+def imports(path, for_types=True):
     """(line, dotted name) of every import in a file, at any depth; a relative one has its dots.
 
     Also those under TYPE_CHECKING, unless told not to.
@@ -79,18 +78,18 @@ def imports(path: Path, for_types: bool = True) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, str(name)) for name in names)
 
 
-def _name(function: ast.expr) -> str:
+def _name(function):
     """The last part of a dotted name: ``import_module`` of ``importlib.import_module``."""
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
-def beginning(module: str, names: dict[str, set[str]]) -> str:
+def beginning(module, names):
     """The longest of the names that a module has, or begins with; or nothing."""
     beginnings = [name for name in names if f"{module}.".startswith(f"{name}.")]
     return max(beginnings, key=len, default="")
 
 
-def allowed(module: str, name: str) -> bool:
+def allowed(module, name):
     """Whether a module may import a name."""
     home = beginning(module, KNOWS)
     room = beginning(name, KNOWS)
@@ -103,7 +102,7 @@ def allowed(module: str, name: str) -> bool:
     return name.split(".")[0] in GUESTS[beginning(module, GUESTS)] | sys.stdlib_module_names
 
 
-def modules(root: Path) -> dict[str, Path]:
+def modules(root):
     """Every source file under root by the name of its module; a link is not followed."""
     paths = [root / "train.py", *(p for folder in WALKED for p in (root / folder).rglob("*.py"))]
     paths_by_module = {}
@@ -114,7 +113,7 @@ def modules(root: Path) -> dict[str, Path]:
     return paths_by_module
 
 
-def violations(root: Path) -> list[str]:
+def violations(root):
     """One line for each import under root that breaks a rule."""
     return [
         f"{path.relative_to(root)}:{line}: imports {name}"

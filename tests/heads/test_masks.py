@@ -1,7 +1,5 @@
 """Masks: forbidden categories are impossible, and everything else follows from filled scores."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import mpmath
@@ -25,7 +23,6 @@ from cases import (
 )
 from cases import make as make_case
 from entmax import sparsemax
-from torch import Tensor
 
 from catnat import CategoricalHead, SoftmaxHead, make_head
 from catnat.numerics import LOG_ZERO, safe_log
@@ -48,11 +45,11 @@ class SquaredHead(CategoricalHead):
 ALL = (*GRID, CauchyHead, SquaredHead)
 
 
-def make(kind, K: int) -> CategoricalHead:
+def make(kind, K):
     return make_case(kind, K) if isinstance(kind, str) else kind(K)
 
 
-def restricted(name: str, head: CategoricalHead, scores: Tensor, mask: Tensor) -> Tensor:
+def restricted(name, head, scores, mask):
     """One row's probabilities by the definition, (S,) and (K,) -> (K,)."""
     if name in ("softmax", "sparsemax"):
         over = {"softmax": torch.softmax, "sparsemax": sparsemax}[name]

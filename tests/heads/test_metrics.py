@@ -1,7 +1,5 @@
 """Metrics: sums come first and ratios last, over batches and ranks; and naive code agrees."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import HEADS

@@ -1,7 +1,5 @@
 """MixedHead: q = (1 - mix) p + mix / n, for every head, with masks, and its exact Fisher matrix."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import (

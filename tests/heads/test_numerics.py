@@ -1,7 +1,5 @@
 """Every finite score of every dtype: finite log-probabilities, sum 1, finite gradients."""
 
-from __future__ import annotations
-
 import math
 
 import mpmath
@@ -20,16 +18,15 @@ from cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from catnat import CategoricalHead, CatnatHead, NaturalHead, make_head
+from catnat import CatnatHead, NaturalHead, make_head
 from catnat.kernels import cpu
 from catnat.numerics import LOG_ZERO
 
 EDGE = math.pi  # A/2 of the natural head
 
 
-def neighbours(x: float) -> list[float]:
+def neighbours(x):
     """x and the numbers just inside and outside it, in float32 and in float64."""
     out = [x]
     for dtype in (torch.float32, torch.float64):
@@ -54,10 +51,10 @@ scores_of = st.one_of(
 @pytest.mark.parametrize("name", GRID)
 @settings(max_examples=100)
 @given(data=st.data())
-def test_any_finite_score(name: str, data: st.DataObject) -> None:
+def test_any_finite_score(name, data):
     K = data.draw(st.sampled_from((2, 3, 5, 8, 18)))
     dtype = data.draw(st.sampled_from(DTYPES))
-    options: dict[str, float] = {}
+    options = {}
     if name in TREES:
         options["center"] = data.draw(st.sampled_from((0.0, EDGE, -1.0)))
     if name.startswith("natural"):
@@ -82,7 +79,7 @@ def test_any_finite_score(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", GRID)
 @settings(max_examples=15)
 @given(data=st.data())
-def test_float32_against_sixty_digits(name: str, K: int, data: st.DataObject) -> None:
+def test_float32_against_sixty_digits(name, K, data):
     head = make(name, K)
     near = st.builds(lambda s, e: s * (EDGE - 10.0**-e), st.sampled_from((-1, 1)), st.floats(0, 7))
     one = st.one_of(st.floats(-4, 4, width=32), st.floats(-60, 60, width=32), near)
@@ -100,7 +97,7 @@ def test_float32_against_sixty_digits(name: str, K: int, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_log_probabilities_near_zero_keep_their_relative_accuracy(name: str) -> None:
+def test_log_probabilities_near_zero_keep_their_relative_accuracy(name):
     """p = 1 - tiny: log p must not be rounded as log of a rounded p."""
     head = make(name, 2)
     scores = torch.tensor([3.0, 3.1, 3.14] if name == "natural" else [5.0, 9.0, 14.0])[:, None]
@@ -111,7 +108,7 @@ def test_log_probabilities_near_zero_keep_their_relative_accuracy(name: str) -> 
 
 @pytest.mark.parametrize("K", [2, 3, 8, 18])
 @pytest.mark.parametrize("name", GRID)
-def test_gradcheck(name: str, K: int) -> None:
+def test_gradcheck(name, K):
     head = make(name, K)
     scale = 0.2 if name == "sparsemax" else 1.5
     scores = scale * torch.randn(2, head.num_scores, dtype=torch.float64)
@@ -122,13 +119,13 @@ def test_gradcheck(name: str, K: int) -> None:
 
 @pytest.mark.parametrize("K", [2, 5, 8])
 @pytest.mark.parametrize("name", GRID)
-def test_second_derivatives_in_float32(name: str, K: int) -> None:
+def test_second_derivatives_in_float32(name, K):
     """The fused float32 path is differentiable twice, too."""
     head = make(name, K)
     scores = torch.randn(4, head.num_scores)
     weight = torch.randn(4, K)
 
-    def hessian_vector(s: torch.Tensor) -> torch.Tensor:
+    def hessian_vector(s):
         s = s.clone().requires_grad_()
         loss = (head.log_probs(s) * weight.to(s)).sum()
         (grad,) = torch.autograd.grad(loss, s, create_graph=True)
@@ -140,7 +137,7 @@ def test_second_derivatives_in_float32(name: str, K: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", GRID)
-def test_gradient_at_zero_scores(name: str, dtype: torch.dtype) -> None:
+def test_gradient_at_zero_scores(name, dtype):
     """Ties and kinks of formulas sit at zero, where networks start."""
     head = make(name, 4)
     zero = torch.zeros(head.num_scores, dtype=dtype, requires_grad=True)
@@ -150,7 +147,7 @@ def test_gradient_at_zero_scores(name: str, dtype: torch.dtype) -> None:
     assert torch.allclose(got.double(), want, atol=1e-2 if dtype.itemsize == 2 else 1e-5)
 
 
-def test_paths_agree_at_the_edge() -> None:
+def test_paths_agree_at_the_edge():
     """Just inside an edge that lies at zero, scores may be as small as floats get."""
     head = make_head("natural", 4, center=math.pi)
     for tiny in (1e-30, 1e-38, 1e-44):
@@ -164,7 +161,7 @@ def test_paths_agree_at_the_edge() -> None:
     assert q.entropy().isfinite() and grad.isfinite().all()
 
 
-def is_nan(head: CategoricalHead, scores: Tensor) -> Tensor:
+def is_nan(head, scores):
     """Which log-probabilities must be NaN, (*, S) -> (*, K)."""
     if isinstance(head, CatnatHead):
         paths = [
@@ -177,10 +174,10 @@ def is_nan(head: CategoricalHead, scores: Tensor) -> Tensor:
     return broken[:, None].expand(-1, head.num_categories)
 
 
-def ways(head: CategoricalHead, how: str):
+def ways(head, how):
     """log_probs, their gradient, and the Fisher diagonal, as one function of scores."""
 
-    def all_three(scores: Tensor) -> tuple[Tensor, ...]:
+    def all_three(scores):
         weight = torch.linspace(1, 2, head.num_categories)
         if how == "vmap":
             transform = torch.func.vmap(head.log_probs)
@@ -203,7 +200,7 @@ def ways(head: CategoricalHead, how: str):
     return all_three
 
 
-def is_slow(name: str, how: str, dtype: torch.dtype) -> bool:
+def is_slow(name, how, dtype):
     other = how in ("vmap", "compiled") and dtype != torch.float32
     return other or (how == "compiled" and name in (*LIKE_NATURAL, "sparsemax"))
 

@@ -1,7 +1,5 @@
 """``head.log_prob`` and ``head.sample``, which walk one path of a tree, against whole trees."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import (
@@ -18,15 +16,15 @@ from cases import (
 )
 from scipy.stats import chisquare
 
-from catnat import CategoricalHead, HeadCategorical, make_head
+from catnat import HeadCategorical, make_head
 from catnat.kernels.dispatch import tree_sample
 
 
-def heads(K: int) -> list[CategoricalHead]:
+def heads(K):
     return [*(make_head(name, K) for name in HEADS), CauchyHead(K), Flattened(K)]
 
 
-def uniforms(*shape: int) -> torch.Tensor:
+def uniforms(*shape):
     return torch.rand(shape, dtype=torch.float64)
 
 

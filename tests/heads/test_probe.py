@@ -1,7 +1,5 @@
 """HeadProbe sees every call of every head, keeps no graph, and changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

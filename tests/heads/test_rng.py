@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from catnat.rng import (
-    forked_random_state,
-    random_states,
-    separate_noise,
-    set_random_states,
-)
+from catnat.rng import forked_random_state, random_states, separate_noise, set_random_states
 
 CPU = torch.device("cpu")
 

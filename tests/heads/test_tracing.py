@@ -1,7 +1,5 @@
 """Tensors that are not just data: fake, traced, batched, dual. The fused paths must step aside."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -13,7 +11,7 @@ from torch.autograd.functional import jacobian
 pytestmark = pytest.mark.parametrize("name", COMPILED)
 
 
-def scores_for(name: str) -> tuple:
+def scores_for(name):
     head = make(name, 8)
     return head, torch.randn(3, head.num_scores)
 
@@ -39,7 +37,7 @@ def test_batched_gradients(name):
 class Policy(torch.nn.Module):
     """Probabilities and the likeliest category, as a policy would be deployed."""
 
-    def __init__(self, name: str, K: int):
+    def __init__(self, name, K):
         super().__init__()
         self.head = make(name, K)
 

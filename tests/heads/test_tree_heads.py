@@ -1,7 +1,5 @@
 """Trees: tails, orders of classes, and constants that follow options, parameters and devices."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

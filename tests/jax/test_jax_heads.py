@@ -1,7 +1,5 @@
 """The JAX heads: the same numbers as the torch heads, Fisher matrices, masks, mixes, tails."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -222,13 +220,15 @@ def test_masks(name):
 
         q, gradient = head(scores, mask), jax.grad(objective)(scores)
         drawn = q.sample(seed=jax.random.key(0), sample_shape=(200,))
-        return q.scores, head.allowed(q.scores), q.logits, q.probs, drawn, gradient
+        unmasked = head.masked(scores, jnp.ones_like(mask))
+        return q.scores, head.allowed(q.scores), q.logits, q.probs, drawn, gradient, unmasked
 
-    filled, allowed, logits, probs, drawn, gradient = map(np.asarray, compute(scores, mask))
+    arrays = map(np.asarray, compute(scores, mask))
+    filled, allowed, logits, probs, drawn, gradient, unmasked = arrays
     theirs = other(torch.tensor(scores), torch.tensor(mask))
     of_torch = other.masked(torch.tensor(scores), torch.tensor(mask)).numpy()
     assert np.allclose(filled, of_torch, atol=2e-6, rtol=0)
-    assert np.array_equal(head.masked(scores, np.ones_like(mask)), scores)
+    assert np.array_equal(unmasked, scores)
     assert difference(probs, theirs.probs) < 2e-6
     assert name == "sparsemax" or difference(logits, theirs.logits) < 2e-6
     assert np.array_equal(allowed, mask)
@@ -248,24 +248,25 @@ def test_a_mask_can_be_applied_again_and_a_narrower_one_after_it(name):
     @jax.jit
     def compute(scores):
         once, least = head.masked(scores, wide), head.masked(scores, narrow)
-        again = head.masked(once, wide)
-        return once, again, least, head.masked(once, narrow), head.probs(again)
+        again, other = head.masked(once, wide), head.masked(once, ~wide)
+        return once, again, least, head.masked(once, narrow), head.probs(again), other
 
-    once, again, least, after, probs = map(np.asarray, compute(scores))
+    once, again, least, after, probs, other = map(np.asarray, compute(scores))
     for got, want in ((again, once), (after, least)):
         assert np.array_equal(np.isinf(got), np.isinf(want))
         assert np.allclose(got, want, atol=1e-6)
     assert np.allclose(probs[0], wide / 4, atol=1e-6)
-    assert np.isnan(head.masked(once[0], ~wide)).all()
+    assert np.isnan(other).all()
 
 
 def test_a_mask_broadcasts_and_a_row_without_categories_is_no_distribution():
     head = make_head("natural", 4)
-    scores, mask = jnp.zeros((3, head.num_scores)), np.array([True, False, True, True])
-    assert head(scores, mask).probs.shape == (3, 4)
-    assert head(scores[0], np.stack([mask, mask])).batch_shape == (2,)
+    scores, mask = np.zeros((3, head.num_scores)), np.array([True, False, True, True])
+    probs_of = lambda s, m: head(s, m).probs  # noqa: E731
+    assert jax.eval_shape(probs_of, scores, mask).shape == (3, 4)
+    assert jax.eval_shape(head, scores[0], np.stack([mask, mask])).batch_shape == (2,)
     empty = np.stack([mask, ~mask & mask])
-    probs = jax.jit(lambda s, m: head(s, m).probs)(scores[:2], empty)
+    probs = jax.jit(probs_of)(scores[:2], empty)
     assert np.isnan(probs).all(-1).tolist() == [False, True]
 
 

@@ -1,7 +1,5 @@
 """The Triton kernels against plain torch. Needs a CUDA device; skipped elsewhere."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -19,7 +17,7 @@ CATEGORIES = [2, 3, 5, 18, 32, 256, 1000, 16384, 131072]
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("K", CATEGORIES)
-def test_kernels_agree_with_float64(name: str, K: int) -> None:
+def test_kernels_agree_with_float64(name, K):
     head = make_head(name, K).cuda()
     for rows in (1, 3, 65):
         if rows * K > 4_000_000:
@@ -53,7 +51,7 @@ def test_kernels_agree_with_float64(name: str, K: int) -> None:
 
 @pytest.mark.parametrize("name", ["sigmoid", "natural"])
 @pytest.mark.parametrize("K", [*CATEGORIES, 2**20 + 1])
-def test_the_path_kernels_agree_with_float64(name: str, K: int) -> None:
+def test_the_path_kernels_agree_with_float64(name, K):
     head = make_head(name, K).cuda()
     scores = torch.randn(3, K - 1, device="cuda").clamp(-2, 2).requires_grad_()
     exact = scores.detach().double().requires_grad_()
@@ -85,12 +83,12 @@ def test_the_path_kernels_agree_with_float64(name: str, K: int) -> None:
 
 @pytest.mark.parametrize("name", ["sigmoid", "natural"])
 @pytest.mark.parametrize("K", [5, 32])
-def test_paths_compile_in_one_graph(name: str, K: int) -> None:
+def test_paths_compile_in_one_graph(name, K):
     head = make_head(name, K).cuda()
     scores = torch.randn(50, K - 1, device="cuda", requires_grad=True)
     value = torch.randint(K, (2, 50), device="cuda")
 
-    def step(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(scores):
         q = head(scores)
         return q.log_prob(value), q.sample((3,))
 
@@ -104,7 +102,7 @@ def test_paths_compile_in_one_graph(name: str, K: int) -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("K", [4, 5, 18])
-def test_scores_that_are_not_finite_mean_the_same_as_on_the_cpu(name: str, K: int) -> None:
+def test_scores_that_are_not_finite_mean_the_same_as_on_the_cpu(name, K):
     head = make_head(name, K)
     scores = torch.randn(6, head.num_scores)
     scores[0, 0] = scores[1, -1] = torch.nan
@@ -126,7 +124,7 @@ def test_scores_that_are_not_finite_mean_the_same_as_on_the_cpu(name: str, K: in
 
 @pytest.mark.parametrize("K", [4, 5])
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_built_for_a_device_works_there(name: str, K: int) -> None:
+def test_a_head_built_for_a_device_works_there(name, K):
     with torch.device("cuda"):
         head = make_head(name, K)
     assert all(buffer.is_cuda for buffer in head.buffers())
@@ -139,7 +137,7 @@ def test_a_head_built_for_a_device_works_there(name: str, K: int) -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("K", [5, 32])
-def test_compiles_in_one_graph(name: str, K: int) -> None:
+def test_compiles_in_one_graph(name, K):
     head = make_head(name, K).cuda()
     scores = torch.randn(50, head.num_scores, device="cuda", requires_grad=True)
     compiled = torch.compile(
@@ -152,11 +150,11 @@ def test_compiles_in_one_graph(name: str, K: int) -> None:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_captured_in_a_cuda_graph(name: str) -> None:
+def test_captured_in_a_cuda_graph(name):
     head = make_head(name, 32).cuda()
     scores = torch.randn(50, head.num_scores, device="cuda", requires_grad=True)
 
-    def step() -> torch.Tensor:
+    def step():
         sample = head(scores).rsample(estimator="gumbel", temperature=0.5)
         return torch.autograd.grad((sample * torch.arange(32, device="cuda")).sum(), scores)[0]
 

@@ -1,7 +1,5 @@
 """The Triton kernels, run by Triton's interpreter on the CPU, against plain torch in float64."""
 
-from __future__ import annotations
-
 import pytest
 from cases import run_interpreted
 

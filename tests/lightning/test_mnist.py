@@ -7,11 +7,7 @@ import pytest
 import torch
 from cases_mnist import TEST, TRAIN, idx, write_mnist
 
-from catnat.datamodules import (
-    FashionMNISTDataModule,
-    KMNISTDataModule,
-    MNISTDataModule,
-)
+from catnat.datamodules import FashionMNISTDataModule, KMNISTDataModule, MNISTDataModule
 from catnat.datamodules.mnist import ImageLoader
 
 

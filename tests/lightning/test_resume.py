@@ -49,10 +49,7 @@ def run(root, model, variant, ckpt_path=None, callbacks=(), **options):
 
 
 def assert_same(model, other):
-    ours, theirs = model.state_dict(), other.state_dict()
-    assert ours.keys() == theirs.keys()
-    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-    assert different == []
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module", params=MODELS)

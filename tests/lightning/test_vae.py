@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from cases import slow
 from cases_callbacks import quiet_trainer
+from cases_replay import equal
 from lightning.pytorch import Callback
 
 from catnat import head_names, make_head
@@ -138,8 +139,7 @@ def test_training_is_zero_grad_backward_clip_step(x):
         norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
         assert norm > 1, "or clipping would go untested"
         optimizer.step()
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert equal(model, twin)
 
 
 @pytest.mark.parametrize(("clip", "trainers"), [(0.25, None), (0.0, None), (1.0, 0.5)])
@@ -188,8 +188,7 @@ def test_the_score_function_gradient_is_unbiased(head, baseline, x):
     estimate = model.loss(x, model(x))
     gradients = torch.autograd.grad(estimate, parameters)
     assert estimate.item() == pytest.approx(exact.item(), rel=1e-3)
-    for ours, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.1)
+    torch.testing.assert_close(gradients, expected, atol=0.05, rtol=0.1)
 
 
 # -- one step is device work alone ----------------------------------------------------------
@@ -294,7 +293,7 @@ def test_pictures_change_nothing(kind, x):
         assert picture.shape[1:] == (1, 28, 28) and not picture.requires_grad
         assert 0 <= picture.min() <= picture.max() <= 1
     assert model.training
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert not torch.equal(model.sample_prior(3), model.sample_prior(3))
 
 
@@ -306,7 +305,7 @@ def test_subclasses_override_scores_and_loss(kind, x):
     called = set()
 
     class Mine(kind):
-        def __init__(self, width: int = 16, **options):
+        def __init__(self, width=16, **options):
             super().__init__(**options)
             self.body = torch.nn.Linear(784, width)
             self.tail = torch.nn.Linear(width, self.num_latents * self.head.num_scores)

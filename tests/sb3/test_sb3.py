@@ -4,24 +4,14 @@ import numpy as np
 import pytest
 import torch
 from cases import HEADS
-from cases_sb3 import (
-    BOX,
-    SMALL,
-    Guess,
-    distance,
-    every_head_with,
-    same_parameters,
-)
+from cases_sb3 import BOX, SMALL, Guess, distance, every_head_with, same_parameters
 from gymnasium import spaces
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from catnat import NaturalHead, make_head
-from catnat.sb3 import (
-    HeadActorCriticPolicy,
-    HeadPPO,
-)
+from catnat.sb3 import HeadActorCriticPolicy, HeadPPO
 from catnat.sb3.distributions import HeadDistribution
 
 

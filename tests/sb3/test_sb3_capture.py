@@ -4,16 +4,7 @@ import pytest
 import torch
 from cases import HEADS
 from cases_replay import replay_eagerly
-from cases_sb3 import (
-    BOTH,
-    Forcing,
-    Guess,
-    cartpole,
-    choices,
-    distance,
-    learn,
-    same_parameters,
-)
+from cases_sb3 import BOTH, Forcing, Guess, cartpole, choices, distance, learn, same_parameters
 from gymnasium import spaces
 from stable_baselines3.common.env_util import make_vec_env
 from torch import Tensor

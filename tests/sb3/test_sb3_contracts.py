@@ -2,24 +2,12 @@
 
 import numpy as np
 import pytest
-from cases_sb3 import (
-    BOTH,
-    BOX,
-    SMALL,
-    Guess,
-    cartpole,
-    distance,
-    same_parameters,
-)
+from cases_sb3 import BOTH, BOX, SMALL, Guess, cartpole, distance, same_parameters
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.env_util import make_vec_env
 
-from catnat.sb3 import (
-    HeadActorCriticPolicy,
-    HeadPPO,
-    cleanrl_schedule,
-)
+from catnat.sb3 import HeadActorCriticPolicy, HeadPPO, cleanrl_schedule
 
 # -- NaN ------------------------------------------------------------------------------------------
 

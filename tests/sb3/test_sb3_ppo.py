@@ -150,5 +150,5 @@ def test_learns():
     )
     test = make_vec_env("CartPole-v1", 4, seed=9)
     before, _ = evaluate_policy(model, test, 8, deterministic=False)
-    after, _ = evaluate_policy(model.learn(8192), test, 8, deterministic=False)
-    assert before < 40 and after > 60
+    after, _ = evaluate_policy(model.learn(4096), test, 8, deterministic=False)
+    assert before < 30 and after > 45

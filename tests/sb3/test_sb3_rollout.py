@@ -3,17 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from cases_sb3 import (
-    PICTURE,
-    SMALL,
-    Count,
-    Forcing,
-    Guess,
-    Unmasked,
-    cartpole,
-    distance,
-    learn,
-)
+from cases_sb3 import PICTURE, SMALL, Count, Forcing, Guess, Unmasked, cartpole, distance, learn
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback

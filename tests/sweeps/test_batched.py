@@ -1,21 +1,17 @@
 """Many models trained as one: the same steps as tensor model alone, whatever the model."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect
 import json
 import re
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cases_sweep import run_sweep, write_plan
 from lightning.pytorch import LightningDataModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from catnat import make_head
@@ -31,16 +27,16 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 class Points(LightningDataModule):
     """Twelve points with labels, in a fixed order."""
 
-    def __init__(self, scale: float = 1.0) -> None:
+    def __init__(self, scale=1.0):
         super().__init__()
         noise = torch.Generator().manual_seed(0)
         x = scale * torch.randn(12, 5, generator=noise)
         self.points = TensorDataset(x, torch.arange(12) % 4)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(self.points, batch_size=4)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return DataLoader(self.points, batch_size=12)
 
     test_dataloader = val_dataloader
@@ -49,7 +45,7 @@ class Points(LightningDataModule):
 class Classifier(StepModule):
     """A model of a user: two layers, a batch norm, a head, a decaying learning rate."""
 
-    def __init__(self, learning_rate: float, optimizer: str = "Adam", clip: float = 0.0) -> None:
+    def __init__(self, learning_rate, optimizer="Adam", clip=0.0):
         super().__init__(gradient_clip=clip)
         self.head = make_head("natural", 4)
         # No bias before the batch norm: its gradient is 0 but for rounding, which Adam would scale.
@@ -58,11 +54,11 @@ class Classifier(StepModule):
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.learning_rate, self.optimizer = learning_rate, optimizer
 
-    def step_loss(self, batch: Any) -> Tensor:
+    def step_loss(self, batch):
         x, label = batch
         return -self.head(self.layers(x) * self.frozen).log_prob(label).mean()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         parameters = [p for p in self.parameters() if p.requires_grad]
         options = {"momentum": 0.9} if self.optimizer == "SGD" else {}
         kind = getattr(torch.optim, self.optimizer)
@@ -73,23 +69,21 @@ class Classifier(StepModule):
             return [optimizer], [plan]
         return {"optimizer": optimizer, "lr_scheduler": plan}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val/loss", self.step_loss(batch))
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.log("test/loss", self.step_loss(batch))
 
 
-def classifier(
-    seed: int, rate: float, scale: float = 1.0, accelerator: str = "cpu", **options: Any
-) -> batched.Member:
+def classifier(seed, rate, scale=1.0, accelerator="cpu", **options):
     torch.manual_seed(seed)
     trainer = {"max_steps": 7, "val_check_interval": 3, "accelerator": accelerator}
     model, data = Classifier(rate, **options), Points(scale)
     return batched.Member(model, data, seed, trainer, str((options, trainer)), str(scale))
 
 
-def alone(one: batched.Member) -> StepModule:
+def alone(one):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options = {name: one.options[name] for name in ("max_steps", "accelerator")}
@@ -100,10 +94,8 @@ def alone(one: batched.Member) -> StepModule:
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD", "AdamW"])
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=cuda)])
-def test_models_learn_what_each_would_learn_alone(
-    optimizer: str, clip: float, accelerator: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def members() -> list[batched.Member]:
+def test_models_learn_what_each_would_learn_alone(optimizer, clip, accelerator, capsys):
+    def members():
         settings = [(1, 0.1, 1.0), (2, 0.02, 1.0), (3, 0.1, 2.0)]
         return [classifier(*x, accelerator, optimizer=optimizer, clip=clip) for x in settings]
 
@@ -118,7 +110,7 @@ def test_models_learn_what_each_would_learn_alone(
         assert one.metrics["fim/off_diagonal_mass"] == pytest.approx(0)
 
 
-def test_groups_have_equal_options_and_at_most_so_many_models() -> None:
+def test_groups_have_equal_options_and_at_most_so_many_models():
     members = [classifier(seed, rate) for seed in (1, 2) for rate in (0.1, 0.2)]
     members.append(classifier(1, 0.1, clip=1.0))
     assert [len(group) for group in batched.groups(members, 3)] == [3, 1, 1]
@@ -134,7 +126,7 @@ def test_groups_have_equal_options_and_at_most_so_many_models() -> None:
         "trainer.callbacks+=Timer",
     ],
 )
-def test_what_a_group_would_not_do_is_refused(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_group_would_not_do_is_refused(option, monkeypatch):
     options = inspect.unwrap(Trainer.__init__).__annotations__
     for name in [name for name in options if name.startswith("limit_")]:
         monkeypatch.setitem(options, name, float | int | None)  # as typing's cache may leave it
@@ -147,7 +139,7 @@ def test_what_a_group_would_not_do_is_refused(option: str, monkeypatch: pytest.M
         batched.Group([one])
 
 
-def test_a_run_leaves_what_one_of_its_own_leaves(tmp_path: Path) -> None:
+def test_a_run_leaves_what_one_of_its_own_leaves(tmp_path):
     words = ["--model=vae", "--head=sigmoid", "--max_steps=2", "--val_check_interval=2"]
     options = batched.build(words).config_text
     one = dataclasses.replace(classifier(1, 0.1), folder=tmp_path, config_text=options)
@@ -162,9 +154,9 @@ def test_a_run_leaves_what_one_of_its_own_leaves(tmp_path: Path) -> None:
 
 
 def test_a_sweep_keeps_the_rows_of_a_group_whose_metrics_are_not_those_of_the_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build(words: list[str], folder: Path) -> batched.Member:
+    tmp_path, monkeypatch
+):
+    def build(words, folder):
         return dataclasses.replace(classifier(1, 0.1), folder=folder)
 
     monkeypatch.setattr(batched, "build", build)
@@ -174,7 +166,7 @@ def test_a_sweep_keeps_the_rows_of_a_group_whose_metrics_are_not_those_of_the_pl
     assert len(runs.read(tmp_path / "results" / "tiny" / "runs.csv")) == 2
 
 
-def test_a_model_that_diverges_fails_alone() -> None:
+def test_a_model_that_diverges_fails_alone():
     members = [classifier(1, 0.1), classifier(2, 1e30)]
     members[1].model.layers[0].weight.data.fill_(torch.nan)
     batched.Group(members).train()
@@ -188,7 +180,7 @@ def test_a_model_that_diverges_fails_alone() -> None:
 IMAGES = torch.rand(8, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 PAIRS = (torch.randn(5, 6, 4), torch.randn(5, 6, 2))
 GRAPHS = (torch.rand(32, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.3).float()
-MODELS: dict[str, tuple[Any, ...]] = {
+MODELS = {
     "vae": (DiscreteVAE, (3, 4), {}, IMAGES),
     "mlp-vae": (MLPDiscreteVAE, (3, 4), {}, IMAGES),
     "leave-one": (MLPDiscreteVAE, (3, 4), {"baseline": "leave-one-out", "num_samples": 3}, IMAGES),
@@ -199,7 +191,7 @@ MODELS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("head", ["softmax", "sparsemax", "sigmoid", "natural"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_of_all_needs_no_loop_over_the_models(name: str, head: str) -> None:
+def test_a_step_of_all_needs_no_loop_over_the_models(name, head):
     kind, sizes, options, batch = MODELS[name]
     models = [kind(head, *sizes, **options) for _ in range(2)]
     stack = batched.Stack(models, torch.device("cpu"), 10)
@@ -221,14 +213,12 @@ def test_a_step_of_all_needs_no_loop_over_the_models(name: str, head: str) -> No
 class Smooth(DiscreteVAE):
     """Without noise."""
 
-    def loss(self, batch: Any, q: Any) -> Tensor:
+    def loss(self, batch, q):
         return (self.reconstruction(batch, q.probs) + self.kl(q)).mean()
 
 
 @pytest.mark.parametrize("kind", [Smooth, GraphStructureLearner])
-def test_gradients_and_batch_norms_are_those_of_each_model_alone(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_and_batch_norms_are_those_of_each_model_alone(kind, monkeypatch):
     monkeypatch.setattr("catnat.lit_modules.graph.sample_graphs", lambda theta, n: GRAPHS[:n])
     options, batch, atol = ((3, 4), IMAGES, 1e-4) if kind is Smooth else ((6,), PAIRS, 1e-6)
     models = [kind("sigmoid", *options) for _ in range(3)]
