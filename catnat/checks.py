@@ -100,7 +100,9 @@ def require_choice(choices: Iterable[str], **values: str) -> None:
     for name, value in values.items():
         if value not in choices:
             close = did_you_mean(str(value), choices)
-            raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(choices)}{close}")
+            # The suggestion comes first: the end of a long message is cut off.
+            joined = ", ".join(choices)
+            raise ValueError(f"unknown {name} {value!r}{close or ';'} choose from {joined}")
 
 
 def require_name(**values: str) -> None:

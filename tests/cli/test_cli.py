@@ -40,7 +40,7 @@ WRONG = {
     "--num_latent 3": "did you mean --num_latents?",
     "--trainer.max_epoch 3": "did you mean --trainer.max_epochs?",
     "--colour blue": "unrecognized arguments: --colour",
-    "--num_latents ten": "Expected a int",
+    "--num_latents ten": "--num_latents: Expected an int, got ten",
     "--num_latents 0": "num_latents must be positive",
     "--optimizer adm": "one of 'adam', 'sgd'",
     "--estimator gumble": "one of 'gumbel', 'straight-through', 'reinmax', 'relaxed', 'score",
@@ -88,12 +88,13 @@ def show(*args, **kwargs):
 builtins.print = show
 train.main(sys.argv[1:])"""
     for argv, words in (
-        (["--model=vae", "--max_stps=3"], "fit vae: loading PyTorch ... False"),
-        (["--model=vea"], "did you mean vae? False"),
-        (["--help"], "tensorboard --logdir runs False"),
+        (["--model=vae", "--max_stps=3"], "fit vae: loading PyTorch ..."),
+        (["--model=vea"], "did you mean vae?"),
+        (["--help"], "tensorboard --logdir runs"),
     ):
         done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, stderr=-1, text=True)
         assert words in done.stderr
+        assert done.stderr.endswith(" False")
 
 
 def test_an_error_in_the_first_batch_or_later_keeps_its_traceback(workspace, monkeypatch, capfd):

@@ -177,7 +177,7 @@ def test_the_command_catnat_trains_from_an_empty_folder(site, tmp_path):
     assert (tmp_path / "runs/gsl/natural/version_0/metrics.json").is_file()
     wrong = run_installed([command, "--model=gsll"], tmp_path, site)  # before torch is imported
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("catnat: unknown model 'gsll'; choose from vae")
+    assert wrong.stderr.startswith("catnat: unknown model 'gsll'; did you mean gsl? choose from")
 
 
 def test_the_example_project_runs_on_it(tracked, site, tmp_path):

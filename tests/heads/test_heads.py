@@ -42,7 +42,7 @@ def test_names_and_aliases():
 @pytest.mark.parametrize(
     ("name", "K", "options", "said"),
     [
-        ("softmx", 4, {}, "unknown head 'softmx'; choose from softmax, sparsemax"),
+        ("softmx", 4, {}, "unknown head 'softmx'; did you mean softmax. choose from softmax"),
         *(("natural", K, {}, f"num_categories must .* got {K!r}") for K in (1, True, 2.0, "4")),
         ("softmax", 4, {"center": 1.0}, "'softmax' has no option 'center'; its options: mix"),
         ("natural", 4, {"amplitude": -1.0}, "amplitude must .*, got -1"),

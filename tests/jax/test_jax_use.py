@@ -262,7 +262,7 @@ def test_a_million_categories_take_a_path():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (("softmx", 4), {}, "unknown head 'softmx'; choose from softmax, sparsemax"),
+        (("softmx", 4), {}, "unknown head 'softmx'; did you mean softmax? choose from softmax, "),
         (("natural", 4), {"tail": 0.5}, "tail must be 0 or lie in [1e-30, 0.5), got 0.5"),
     ],
 )
