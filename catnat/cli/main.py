@@ -135,13 +135,9 @@ def _say(message: object, code: int) -> int:
     return code
 
 
-def _is_shown(record: logging.LogRecord) -> bool:
-    return not _UNHELPFUL.match(record.getMessage())
-
-
 def _silence() -> None:
     """Turn off messages and warnings that users can do nothing about; others stay."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         for handler in logging.getLogger(name).handlers:
-            handler.addFilter(_is_shown)
+            handler.addFilter(lambda record: not _UNHELPFUL.match(record.getMessage()))
     warnings.filterwarnings("ignore", _UNHELPFUL_WARNINGS)
