@@ -26,7 +26,6 @@ Sides = tuple[Array, Array]
 """Values of the bit-0 and of the bit-1 child of each node."""
 
 
-@dataclass(frozen=True)
 class CatnatHead(CategoricalHead):
     r"""A head with a diagonal Fisher matrix: a tree of binary decisions, with S = K - 1 scores.
 
