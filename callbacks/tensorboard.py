@@ -11,7 +11,6 @@ from typing import Any
 from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import (
     DATA_CLASS_BLOB_SEQUENCE,
     DATA_CLASS_SCALAR,
@@ -131,13 +130,11 @@ class RunLogger(TensorBoardLogger):
             self._experiment = open_writer(self.log_dir, self.resumed_at)
         return self._experiment
 
-    @rank_zero_only
     def save(self) -> None:
         """Write what waits, and ``hparams.yaml``."""
         if self.begun:
             super().save()
 
-    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write scalars once, but not the epoch, which Lightning adds to every call."""
         scalars = {name: value for name, value in metrics.items() if name != "epoch"}

@@ -22,7 +22,7 @@ know the formula, and that a(0) is exactly 1/2.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ class SigmoidActivation(_OfCenters):
     Scores beyond :func:`~catnat.numerics.largest_score` count as that score, with slope 0.
     """
 
-    is_fused: ClassVar[bool] = True
+    is_fused = True
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
         """x = log(right / left); far out, but finite, where left or right is 0."""
@@ -88,7 +88,7 @@ class NaturalActivation(NaturalNumbers):
         tail: probability of the rarer bit at which the tail begins, 0 for none.
     """
 
-    is_fused: ClassVar[bool] = True
+    is_fused = True
 
     def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
         """Upper and lower edge of every node, each as a high and a low part, (4, S)."""
@@ -179,7 +179,7 @@ class CustomActivation(_OfCenters):
         function: differentiable, elementwise; its parameters, if it has any, get gradients.
     """
 
-    is_fused: ClassVar[bool] = False
+    is_fused = False
 
     function: Callable[[Tensor], Sides]
 

@@ -195,8 +195,10 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
 
 def make_portable(optimizer: Optimizer) -> None:
     """Undo :func:`make_capturable`; other optimizers stay as they are."""
-    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-        optimizer.load_state_dict(portable_state(optimizer.state_dict()))
+    state = optimizer.state_dict()
+    portable = portable_state(state)
+    if portable is not state:
+        optimizer.load_state_dict(portable)
 
 
 def portable_state(state: dict[str, Any]) -> dict[str, Any]:

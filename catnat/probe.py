@@ -71,8 +71,7 @@ class HeadProbe:
         for name, scores in self.scores.items():
             yield name, self.heads[name], scores
 
-    def __enter__(self) -> "HeadProbe":
-        return self.attach()
+    __enter__ = attach
 
     def __exit__(self, *error: object) -> None:
         self.detach()

@@ -402,7 +402,7 @@ def _shares(left: Tensor, right: Tensor) -> Tensor:
     from the host.
     """
     is_open = (left > 0) & (right > 0)
-    return torch.where(is_open, right, 1.0).double() / torch.where(is_open, left + right, 2.0)
+    return torch.where(is_open, right.double() / (left + right), 0.5)
 
 
 def arranged(x: Tensor, order: Tensor | None) -> Tensor:

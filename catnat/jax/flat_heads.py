@@ -102,8 +102,7 @@ def _project_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
     p = _project(*primals)
     tangent = tangents[0]
     support = ~(p <= 0)
-    n = support.sum(-1, keepdims=True).astype(p.dtype)
-    mean = jnp.where(support, tangent, 0.0).sum(-1, keepdims=True) / n
+    mean = tangent.mean(-1, keepdims=True, where=support)
     return p, jnp.where(support, tangent - mean + 0 * p, 0.0)  # NaN stays NaN
 
 

@@ -63,7 +63,7 @@ class CategoricalHead(ABC):
         scores = self._checked(scores)
         jacobian = jnp.vectorize(jax.jacrev(self.probs), signature="(s)->(k,s)")(scores)
         p = self.probs(scores)
-        weight = jnp.where(p <= 0, 0.0, 1 / jnp.where(p <= 0, 1.0, p))[..., None]
+        weight = 1 / jnp.where(p <= 0, jnp.inf, p)[..., None]
         return jnp.einsum("...ki,...kj->...ij", jacobian, weight * jacobian, precision="highest")
 
     def fisher_diagonal(self, scores: Array) -> Array:

@@ -26,7 +26,6 @@ Sides = tuple[Array, Array]
 """Values of the bit-0 and of the bit-1 child of each node."""
 
 
-@dataclass(frozen=True)
 class CatnatHead(CategoricalHead):
     r"""A head with a diagonal Fisher matrix: a tree of binary decisions, with S = K - 1 scores.
 
@@ -161,7 +160,7 @@ class CatnatHead(CategoricalHead):
         scores = scores + shift  # exactly 0 where the mask changes nothing
         one_sided = jnp.where(left > 0, -jnp.inf, jnp.where(right > 0, jnp.inf, 0.0))
         is_split = (left > 0) & (right > 0)
-        return jnp.where(is_split, scores, one_sided.astype(scores.dtype))
+        return jnp.where(is_split, scores, one_sided)
 
     def _even_split(self, left: Array, right: Array) -> Any:
         """x that divides as the leaves on both sides do; into halves where a side has none."""
@@ -347,5 +346,5 @@ def subtree_sums(leaves: Array) -> Sides:
     """
     nodes = jnp.zeros_like(leaves[..., 1:])
     _, transpose = jax.vjp(lambda left, right: path_sums(left, right)[1], nodes, nodes)
-    left, right = transpose(leaves)
-    return left, right
+    sides: Sides = transpose(leaves)
+    return sides

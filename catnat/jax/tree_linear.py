@@ -6,6 +6,7 @@ The parameters are those of :class:`catnat.TreeLinear`, as a dictionary of array
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -86,7 +87,7 @@ class TreeLinear:
         if self.order is not None:
             place = jnp.asarray(np.array(self.order))[place]
         leaf = jnp.maximum(place - self.frequent, 0)
-        taken, _ = self.tree.path_logs_by(_scores_at(parameters, hidden), leaf)
+        taken, _ = self.tree.path_logs_by(partial(_scores, parameters, hidden), leaf)
         log_prob = floored_sums(taken.sum(-1))
         if self.frequent:
             column = jnp.minimum(place, self.frequent)
@@ -102,7 +103,8 @@ class TreeLinear:
         shape = (*sample_shape, *hidden.shape[:-1])
         tree_key, block_key = jax.random.split(key)
         dtype = at_least_float32(hidden).dtype
-        leaf = self.tree.sample_by(tree_key, _scores_at(parameters, hidden), shape, dtype)
+        scores_at = partial(_scores, parameters, hidden)
+        leaf = self.tree.sample_by(tree_key, scores_at, shape, dtype)
         place = jnp.where(leaf < 0, -1, leaf + self.frequent)
         if self.frequent:
             shortlist = self._shortlist(parameters, hidden)
@@ -121,14 +123,10 @@ class TreeLinear:
         return SoftmaxHead(self.frequent + 1)(scores)
 
 
-def _scores_at(parameters: Parameters, hidden: Array) -> Any:
-    """A function that gives the scores of nodes, (*, H) -> (*, H)."""
-
-    def scores_at(node: Array) -> Array:
-        rows = parameters["weight"][node]
-        scores = at_least_float32(jnp.einsum("...d,...hd->...h", hidden, rows))
-        if "bias" not in parameters:
-            return scores
-        return scores + parameters["bias"][node]
-
-    return scores_at
+def _scores(parameters: Parameters, hidden: Array, node: Array) -> Array:
+    """The scores of nodes, (*, D) and (*, H) -> (*, H)."""
+    rows = parameters["weight"][node]
+    scores = at_least_float32(jnp.einsum("...d,...hd->...h", hidden, rows))
+    if "bias" in parameters:
+        scores = scores + parameters["bias"][node]
+    return scores
