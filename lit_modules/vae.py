@@ -130,7 +130,7 @@ class DiscreteVAE(StepModule):
 
     def images(self, batch: Any) -> Tensor:
         """The images of a batch, itself or the first of a sequence, in the dtype of the weights."""
-        x: Tensor = batch if isinstance(batch, Tensor) else batch[0]
+        x = batch if isinstance(batch, Tensor) else batch[0]
         return x.to(self.dtype)
 
     def scores(self, batch: Any) -> Tensor:

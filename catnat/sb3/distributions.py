@@ -28,8 +28,6 @@ class FromHeads:
     """
 
     distribution: Any
-    parts: list[HeadCategorical]  # the distribution of each head
-    scores: Tensor  # (B, sum of S)
     validate_args = True  # raise ValueError where a probability is NaN
     masks: Any = None  # of the next scores
 
@@ -70,6 +68,7 @@ class FromHeads:
         if masks is not None:
             allowed = checked_masks(masks, self.sizes, self.scores.shape[:-1])
             masks_of_parts = allowed.to(self.scores.device).split(self.sizes, -1)
+        # The distribution of each head.
         self.parts = list(map(self._part, self.heads, scores, masks_of_parts))
         self.distribution = self.parts if self.several else self.parts[0]
 

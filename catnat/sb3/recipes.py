@@ -116,7 +116,7 @@ class PPO(Algorithm):
     """PPO; for Atari games with CleanRL's settings, which are the paper's."""
 
     # CleanRL's value loss has a factor 1/2, so that its vf_coef is 0.5.
-    atari: ClassVar = {
+    atari = {
         "model.learning_rate": 2.5e-4,
         "model.anneal_lr": True,
         "model.n_steps": 128,
@@ -127,7 +127,7 @@ class PPO(Algorithm):
         "model.vf_coef": 0.25,
         "model.value_loss": "cleanrl",
     }
-    not_atari: ClassVar = {
+    not_atari = {
         **Algorithm.not_atari,
         "model.learning_rate": 1e-3,
         "model.anneal_lr": True,
