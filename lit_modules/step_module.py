@@ -170,7 +170,7 @@ class StepModule(LightningModule):
         loss = self.step_loss(batch)
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.global_step + 1) % every == 0:
-            self.log("train/loss", loss.detach(), prog_bar=True)
+            self.log("train/loss", loss, prog_bar=True)
             self.log_dict(self.logged_settings())
         return loss
 

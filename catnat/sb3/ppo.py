@@ -187,7 +187,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         if not self._too_far:
             self.policy.optimizer.zero_grad()
             loss.backward()
-            norm = clip_grad_norm_(self.policy.parameters(), self.max_grad_norm).detach()
+            norm = clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
             self.policy.optimizer.step()
         return torch.stack([*statistics, norm]).detach()
 
@@ -199,7 +199,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         """
         batch = tree_map(lambda x: x.index_select(0, indices), self._rollout)
         low, high, clip, clip_value, entropy_share, value_share = self._numbers.unbind()
-        actions = batch["actions"].long().reshape(len(indices), *(self.action_space.shape or ()))
+        actions = batch["actions"].long().reshape(-1, *(self.action_space.shape or ()))
         with self.policy.action_dist.using(validate_args=False):  # a check would wait
             values, log_prob, entropy = self.policy.evaluate_actions(
                 batch["observations"], actions, action_masks=batch.get("action_masks")
