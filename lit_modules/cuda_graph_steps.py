@@ -49,7 +49,7 @@ class ReplayedSteps:
             is_overridden(hook, owner) for hook in BATCH_HOOKS for owner in (self._module, data)
         )
         can_draw = hasattr(self._trainer.train_dataloader, "next_batches")
-        is_endless = self._trainer.num_training_batches == float("inf")
+        is_endless = self._trainer.num_training_batches == torch.inf
         # Whether Lightning hands over every single batch.
         self._one_by_one = has_hooks or is_endless or not can_draw
 

@@ -148,7 +148,7 @@ class GraphStructureLearner(StepModule):
         shapes = {**errors, "theta": (num_nodes, num_nodes)}
         self.val_means = RowMeans({"loss": (), **shapes})
         self.test_means = RowMeans(shapes)
-        self._latest_batch: Any = None  # of an evaluation
+        self._latest_batch = None  # of an evaluation
 
     def initial_scores(self, low: float = 0.0, high: float = 0.1) -> Tensor:
         """Scores (N, N, S) of θ ~ U(low, high)."""
@@ -231,7 +231,7 @@ class GraphStructureLearner(StepModule):
         """
         super().on_train_start()
         self._num_steps = self.trainer.estimated_stepping_batches
-        has_end = 0 < self._num_steps < float("inf")
+        has_end = 0 < self._num_steps < torch.inf
         if self.lr_schedule == "linear" and not (has_end and self._sets_rates):
             raise ValueError("lr_schedule 'linear' needs max_steps, and the model's own optimizer")
         if self._sets_rates:

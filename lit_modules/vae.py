@@ -100,7 +100,7 @@ class DiscreteVAE(StepModule):
         )
         require_at_least(0, gradient_clip=gradient_clip, temperature_rate=temperature_rate)
         require_name(head=head)
-        self.save_hyperparameters(ignore=["capture"])
+        self.save_hyperparameters(ignore="capture")
         self.head = make_head(head, num_categories, **(head_options or {}))
         self.num_latents = num_latents
         self.encoder, self.decoder = self.make_networks(

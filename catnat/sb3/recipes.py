@@ -80,7 +80,7 @@ class Algorithm:
         at_least_1 = ("n_steps", "n_epochs", "batch_size", "stats_window_size")
         require_positive(learning_rate=learning_rate, **numbers(kwargs, *positive))
         require_at_least(1, **numbers(kwargs, *at_least_1))
-        require_within(0, float("inf"), "[)", **numbers(kwargs, "ent_coef", "vf_coef"))
+        require_within(0, torch.inf, "[)", **numbers(kwargs, "ent_coef", "vf_coef"))
         require_within(0, 1, **numbers(kwargs, "gamma", "gae_lambda"))
         self.policy_kwargs = {"head": head, "head_options": head_options, **(policy_kwargs or {})}
         drops_options = kwargs.get("use_rms_prop") and "optimizer_class" not in self.policy_kwargs
