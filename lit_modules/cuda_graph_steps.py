@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from catnat.cuda_graph import StepGraph, send
 
@@ -39,8 +38,7 @@ class ReplayedSteps:
     def __init__(self, module: "StepModule") -> None:
         self._module = module
         self._trainer = module.trainer
-        self._graph: StepGraph[tuple[Tensor, list[Any]]] = StepGraph(self._optimize)
-        self._one_by_one = False  # whether Lightning hands over every single batch
+        self._graph = StepGraph(self._optimize)
         self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None  # to be logged
 
     def start(self) -> None:
@@ -48,13 +46,11 @@ class ReplayedSteps:
         count_steps(self._trainer, 0)
         data = getattr(self._trainer, "datamodule", None)
         has_hooks = any(
-            is_overridden(hook, owner)
-            for hook in BATCH_HOOKS
-            for owner in (self._module, data)
-            if owner is not None
+            is_overridden(hook, owner) for hook in BATCH_HOOKS for owner in (self._module, data)
         )
         can_draw = hasattr(self._trainer.train_dataloader, "next_batches")
-        is_endless = self._trainer.num_training_batches == float("inf")
+        is_endless = self._trainer.num_training_batches == torch.inf
+        # Whether Lightning hands over every single batch.
         self._one_by_one = has_hooks or is_endless or not can_draw
 
     def take(self, batch: Any) -> Tensor:
@@ -68,18 +64,23 @@ class ReplayedSteps:
                 loader: Any = self._trainer.train_dataloader
                 batches += loader.next_batches(self._steps_at_once() - 1)
             end_step = first_step + len(batches)
+            scheduler: Any = module.lr_schedulers()
             for step, step_batch in enumerate(batches, first_step):
                 module.prepare_step(step)
                 loss, seen = self._graph(step_batch)
                 for observer, tensors in zip(module.step_observers, seen, strict=True):
                     observer.note(step, tensors)
-                self._step_scheduler()
+                if scheduler is not None:
+                    before = scheduler.get_last_lr()
+                    scheduler.step()
+                    if scheduler.get_last_lr() != before:
+                        self._graph.reset()  # the learning rate is a constant of the captured step
             count_steps(self._trainer, len(batches))
             every = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
             if every and end_step // every > first_step // every:
                 self.log()
                 self._sent = end_step - 1, send(loss), module.logged_settings()
-            return loss.detach()
+            return loss
 
     def log(self) -> None:
         """Log the loss that was copied last: by now it has arrived."""
@@ -112,24 +113,16 @@ class ReplayedSteps:
         """One step from loss to update, on the device alone; what its observers saw, too."""
         module = self._module
         optimizer: Any = module.optimizers(use_pl_optimizer=False)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        precision = self._trainer.precision_plugin
         optimizer.zero_grad()
-        with self._trainer.strategy.precision_plugin.train_step_context():
+        with precision.train_step_context():
             loss = module.step_loss(batch)
         seen = [observer.look() for observer in module.step_observers]
         loss.backward()
         if module.gradient_clip:
-            clip_grad_norm_(parameters, module.gradient_clip)
+            precision.clip_grad_by_norm(optimizer, module.gradient_clip)
         optimizer.step()
         return loss.detach(), seen
-
-    def _step_scheduler(self) -> None:
-        scheduler: Any = self._module.lr_schedulers()
-        if scheduler is not None:
-            before = scheduler.get_last_lr()
-            scheduler.step()
-            if scheduler.get_last_lr() != before:
-                self._graph.reset()  # the learning rate is a constant of the captured step
 
 
 def count_steps(trainer: Trainer, steps: int) -> None:
@@ -144,12 +137,10 @@ def count_steps(trainer: Trainer, steps: int) -> None:
     eager = loop.automatic_optimization.optim_progress.optimizer.step.total
     replayed.ready = replayed.completed = max(replayed.completed, eager.completed) + steps
     eager.ready = eager.completed = replayed.completed
-    if steps > 1:
-        batches: Any = loop.batch_progress
-        for progress in (batches.current, batches.total):
-            for name in ("ready", "started", "processed", "completed"):  # Lightning counts one
-                setattr(progress, name, getattr(progress, name) + steps - 1)
-        loop._batches_that_stepped += steps - 1  # loggers take this for the step
+    uncounted = steps - 1  # Lightning counts one
+    if uncounted > 0:
+        loop._batches_that_stepped += uncounted  # loggers take this for the step
         fetcher: Any = trainer.fit_loop._data_fetcher
-        fetcher.fetched += steps - 1
-        fetcher.done = batches.is_last_batch = fetcher.fetched >= fetcher.length
+        fetcher.fetched += uncounted
+        fetcher.done = fetcher.fetched >= fetcher.length
+        loop.batch_progress.increment_by(uncounted, fetcher.done)

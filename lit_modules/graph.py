@@ -26,7 +26,7 @@ Schedule = Literal["constant", "linear"]
 
 # Within the paper's grids, or tried at θ* = 0.75; softmax's half of sigmoid's: the same in θ.
 # Natural's with the score function is what searches select: above 0.006 true edges often die.
-_LEARNING_RATES: dict[str, dict[str, float]] = {
+_LEARNING_RATES = {
     "score_function": {"softmax": 0.0225, "sparsemax": 0.005, "sigmoid": 0.045, "natural": 0.005},
     "local_expectation": {"softmax": 0.05, "sparsemax": 0.005, "sigmoid": 0.1, "natural": 0.05},
 }
@@ -144,12 +144,11 @@ class GraphStructureLearner(StepModule):
         self.edge_scores = nn.Parameter(self.initial_scores())
         self.theta_moves = DeviceScalar(1.0)  # 0 while psi is trained alone
         self._sets_rates = False  # not those of an optimizer that is not our own
-        self._num_steps = 0.0  # of the run; known when training starts
         errors = dict.fromkeys(("energy_score", "pp_mae", "pp_mse", "saturated"), ())
         shapes = {**errors, "theta": (num_nodes, num_nodes)}
         self.val_means = RowMeans({"loss": (), **shapes})
         self.test_means = RowMeans(shapes)
-        self._latest_batch: Any = None  # of an evaluation
+        self._latest_batch = None  # of an evaluation
 
     def initial_scores(self, low: float = 0.0, high: float = 0.1) -> Tensor:
         """Scores (N, N, S) of θ ~ U(low, high)."""
@@ -178,7 +177,7 @@ class GraphStructureLearner(StepModule):
             direction = score_function_direction(error, distance, graphs)
             surrogate = (direction * (q.logits[..., 1] - q.logits[..., 0])).sum()
         else:
-            messages: Tensor = self.predictor.messages(x)  # type: ignore[operator]
+            messages = self.predictor.messages(x)  # type: ignore[operator]
             direction = local_expectation_direction(messages, outputs, y, graphs, self.flip_samples)
             surrogate = (direction * theta).sum()
         return score + (surrogate - surrogate.detach())  # plus exactly zero
@@ -232,7 +231,7 @@ class GraphStructureLearner(StepModule):
         """
         super().on_train_start()
         self._num_steps = self.trainer.estimated_stepping_batches
-        has_end = 0 < self._num_steps < float("inf")
+        has_end = 0 < self._num_steps < torch.inf
         if self.lr_schedule == "linear" and not (has_end and self._sets_rates):
             raise ValueError("lr_schedule 'linear' needs max_steps, and the model's own optimizer")
         if self._sets_rates:

@@ -170,7 +170,7 @@ class StepModule(LightningModule):
         loss = self.step_loss(batch)
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.global_step + 1) % every == 0:
-            self.log("train/loss", loss.detach(), prog_bar=True)
+            self.log("train/loss", loss, prog_bar=True)
             self.log_dict(self.logged_settings())
         return loss
 
@@ -217,7 +217,7 @@ class StepModule(LightningModule):
         There are no rows where a subclass evaluates in its own way.
         """
         stage = "test" if self.trainer.testing else "val"
-        rows: RowMeans = getattr(self, f"{stage}_means")
+        rows = getattr(self, f"{stage}_means")
         if means := rows.compute():
             metrics = self.epoch_metrics(stage, means).items()
             self.log_dict({f"{stage}/{name}": x.float() for name, x in metrics}, sync_dist=True)
@@ -227,7 +227,7 @@ class StepModule(LightningModule):
 
     def _why_eager(self) -> str | None:
         """Why steps are eager ones; None if they are replayed."""
-        trainer: Any = self.trainer
+        trainer = self.trainer
         strategy = trainer.strategy
         obstacles = {
             f"the strategy is {type(strategy).__name__}, not one device": (

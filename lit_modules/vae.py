@@ -100,7 +100,7 @@ class DiscreteVAE(StepModule):
         )
         require_at_least(0, gradient_clip=gradient_clip, temperature_rate=temperature_rate)
         require_name(head=head)
-        self.save_hyperparameters(ignore=["capture"])
+        self.save_hyperparameters(ignore="capture")
         self.head = make_head(head, num_categories, **(head_options or {}))
         self.num_latents = num_latents
         self.encoder, self.decoder = self.make_networks(
@@ -130,7 +130,7 @@ class DiscreteVAE(StepModule):
 
     def images(self, batch: Any) -> Tensor:
         """The images of a batch, itself or the first of a sequence, in the dtype of the weights."""
-        x: Tensor = batch if isinstance(batch, Tensor) else batch[0]
+        x = batch if isinstance(batch, Tensor) else batch[0]
         return x.to(self.dtype)
 
     def scores(self, batch: Any) -> Tensor:

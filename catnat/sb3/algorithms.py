@@ -2,13 +2,12 @@
 
 from collections import deque
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from stable_baselines3 import A2C
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
-from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
@@ -34,7 +33,7 @@ class HeadAlgorithm(OnPolicyAlgorithm):
     from all steps, and the policy only from those that were not forced.
     """
 
-    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
+    policy_aliases = {
         "MlpPolicy": HeadActorCriticPolicy,
         "CnnPolicy": HeadActorCriticCnnPolicy,
         "MultiInputPolicy": HeadMultiInputActorCriticPolicy,

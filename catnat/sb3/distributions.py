@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from catnat.distributions import HeadCategorical
 from catnat.head import CategoricalHead
-from catnat.numerics import finite_log_probs, is_plain
+from catnat.numerics import is_plain
 from catnat.sb3.masks import checked_masks
 
 MaskMode = Literal["prune", "renormalize"]
@@ -28,8 +28,6 @@ class FromHeads:
     """
 
     distribution: Any
-    parts: list[HeadCategorical]  # the distribution of each head
-    scores: Tensor  # (B, sum of S)
     validate_args = True  # raise ValueError where a probability is NaN
     masks: Any = None  # of the next scores
 
@@ -66,10 +64,11 @@ class FromHeads:
     def apply_masking(self, masks: Any) -> None:
         """Allow only the choices that are True in masks (B, sum of K); None allows all again."""
         scores = self.scores.split([head.num_scores for head in self.heads], -1)
-        masks_of_parts: Sequence[Tensor | None] = [None] * len(scores)
+        masks_of_parts = [None] * len(scores)
         if masks is not None:
             allowed = checked_masks(masks, self.sizes, self.scores.shape[:-1])
             masks_of_parts = allowed.to(self.scores.device).split(self.sizes, -1)
+        # The distribution of each head.
         self.parts = list(map(self._part, self.heads, scores, masks_of_parts))
         self.distribution = self.parts if self.several else self.parts[0]
 
@@ -79,7 +78,7 @@ class FromHeads:
             return head(scores, mask)
         # Renormalized, p_k / sum of allowed p: given that an allowed category is drawn.
         log_probs = torch.where(mask, head(scores).logits, -torch.inf).log_softmax(-1)
-        return HeadCategorical(finite_log_probs(log_probs), validate_args=False, normalized=True)
+        return HeadCategorical(log_probs, validate_args=False)
 
     @contextmanager
     def using(self, **attributes: Any) -> Iterator[None]:
@@ -111,6 +110,6 @@ def draw(distribution: HeadCategorical) -> Tensor:
     The draws equal those of torch.multinomial from the same generator state. The host does not
     wait for the device, and a category of probability 0 is never drawn.
     """
-    p = distribution.probs.detach()
+    p = distribution.probs
     clocks = torch.empty_like(p).exponential_().clamp_min_(torch.finfo(p.dtype).tiny)
     return (p / clocks).argmax(-1)

@@ -40,7 +40,6 @@ STATISTICS = (
     "loss",
     "grad_norm",
 )
-_KL = STATISTICS.index("approx_kl")
 # What an update reads of the buffer; there are no masks where they are not used.
 ROLLOUT = (
     "observations",
@@ -84,7 +83,7 @@ class HeadPPO(HeadAlgorithm, PPO):
     """
 
     policy: Any
-    _rollout: dict[str, Any]  # tensors (T n, ...) on the device, or dicts of them
+    _rollout: Any  # tensors (T n, ...) on the device, or dicts of them
 
     def __init__(
         self,
@@ -114,7 +113,6 @@ class HeadPPO(HeadAlgorithm, PPO):
         # Copies, because a graph writes its output to the same place at each step.
         return [output.clone() for output in self._play(arguments)]
 
-    @torch.no_grad()
     def _forward(self, arguments: dict[str, Any]) -> Any:
         """Actions, values and log-probabilities, without any work on the host."""
         with self.policy.action_dist.using(validate_args=False):  # a check would wait
@@ -124,14 +122,12 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def train(self) -> None:
         """Learn from the rollout."""
-        if self._captured and self._captured_options != self._constants:
+        if self._prepared_for != self._constants:
             self._prepare()
         self.policy.set_training_mode(True)
-        self._update_learning_rate(self.policy.optimizer)
-        clips = self._set_numbers()
+        self._set_numbers()
         self._upload()
         rows: list[Tensor] = []
-        self._too_far = False
         for _ in range(self.n_epochs):
             self._n_updates += 1
             first_row = len(rows)
@@ -142,22 +138,21 @@ class HeadPPO(HeadAlgorithm, PPO):
             if self._too_far:
                 break
         table = torch.stack(rows).cpu()  # waits here, once
-        if not table.isfinite().all():
-            row, column = (~table.isfinite()).nonzero()[0].tolist()
+        wrong = (~table.isfinite()).nonzero()
+        if len(wrong):
+            row, column = wrong[0].tolist()
             raise NonFinite(
                 f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
                 f"{self.num_timesteps} steps"
             )
         columns = dict(zip(STATISTICS, table.double().unbind(1), strict=True))
-        record: dict[str, Any] = {name: column.mean() for name, column in columns.items()}
-        record["approx_kl"] = columns["approx_kl"][first_row:].mean()  # of the last epoch
-        record["loss"] = columns["loss"][-1]
+        columns["approx_kl"] = columns["approx_kl"][first_row:]  # of the last epoch
+        columns["loss"] = columns["loss"][-1:]
+        for name, column in columns.items():
+            self.logger.record(f"train/{name}", float(column.mean()))
         buffer = self.rollout_buffer
-        record["explained_variance"] = explained_variance(
-            buffer.values.flatten(), buffer.returns.flatten()
-        )
-        for name, value in (record | clips).items():
-            self.logger.record(f"train/{name}", float(value))
+        explained = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
+        self.logger.record("train/explained_variance", float(explained))
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
 
     def _upload(self) -> None:
@@ -185,25 +180,26 @@ class HeadPPO(HeadAlgorithm, PPO):
 
         There is no step where the policy has moved farther than ``target_kl``.
         """
-        loss, statistics = self._loss(indices)
+        statistics = self._loss(indices)
+        *_, kl, _, loss = statistics
         norm = loss.new_zeros(())
-        self._too_far = self.target_kl is not None and bool(statistics[_KL] > 1.5 * self.target_kl)
+        self._too_far = self.target_kl is not None and bool(kl > 1.5 * self.target_kl)
         if not self._too_far:
             self.policy.optimizer.zero_grad()
             loss.backward()
-            norm = clip_grad_norm_(self.policy.parameters(), self.max_grad_norm).detach()
+            norm = clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
             self.policy.optimizer.step()
         return torch.stack([*statistics, norm]).detach()
 
-    def _loss(self, indices: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The loss of a minibatch, and all ``STATISTICS`` but the last.
+    def _loss(self, indices: Tensor) -> tuple[Tensor, ...]:
+        """All ``STATISTICS`` of a minibatch but the last one; the loss has a gradient.
 
         The policy's loss is -E min(r A, clip(r) A), r the new probability of an action over the
         old one. The KL divergence is E (r - 1 - log r).
         """
         batch = tree_map(lambda x: x.index_select(0, indices), self._rollout)
         low, high, clip, clip_value, entropy_share, value_share = self._numbers.unbind()
-        actions = batch["actions"].long().reshape(len(indices), *(self.action_space.shape or ()))
+        actions = batch["actions"].long().reshape(-1, *(self.action_space.shape or ()))
         with self.policy.action_dist.using(validate_args=False):  # a check would wait
             values, log_prob, entropy = self.policy.evaluate_actions(
                 batch["observations"], actions, action_masks=batch.get("action_masks")
@@ -221,7 +217,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         with torch.no_grad():
             kl = (ratio - 1 - log_ratio).mean()
             clipped = ((ratio - 1).abs() > clip).float().mean()
-        return loss, (policy_loss, value_loss, entropy_loss, kl, clipped, loss)
+        return policy_loss, value_loss, entropy_loss, kl, clipped, loss
 
     def _value_loss(self, values: Tensor, batch: dict[str, Tensor], clip: Tensor) -> Tensor:
         """Mean squared error of the values (B,), without a factor 1/2.
@@ -239,14 +235,20 @@ class HeadPPO(HeadAlgorithm, PPO):
             clipped_error = torch.max(error, clipped_error)
         return clipped_error.mean()
 
-    def _set_numbers(self) -> dict[str, float]:
-        """Copy numbers that may change between updates to the device; return the logged ones."""
+    def _set_numbers(self) -> None:
+        """Set and log the numbers that may change between updates; captured steps find them."""
         remaining = self._current_progress_remaining
+        rate = self.lr_schedule(remaining)
+        for group in self.policy.optimizer.param_groups:
+            set_learning_rate(group, rate, self.device if self._captured else None)
         clip = self.clip_range(remaining)  # type: ignore[operator]
         clip_value = (self.clip_range_vf or self.clip_range)(remaining)  # type: ignore[operator]
         numbers = (1 - clip, 1 + clip, clip, clip_value, self.ent_coef, self.vf_coef)
         self._numbers.copy_(torch.tensor(numbers))
-        return {"clip_range": clip} | ({"clip_range_vf": clip_value} if self._clips_values else {})
+        self.logger.record("train/learning_rate", rate)
+        self.logger.record("train/clip_range", clip)
+        if self._clips_values:
+            self.logger.record("train/clip_range_vf", clip_value)
 
     @property
     def _constants(self) -> tuple[Any, ...]:
@@ -263,13 +265,6 @@ class HeadPPO(HeadAlgorithm, PPO):
     def _clips_values(self) -> bool:
         return self.clip_range_vf is not None or self.value_loss == "cleanrl"
 
-    def _update_learning_rate(self, optimizers: Any) -> None:
-        """Set the learning rate, in place where a captured step reads it on the device."""
-        rate = self.lr_schedule(self._current_progress_remaining)
-        self.logger.record("train/learning_rate", rate)
-        for group in self.policy.optimizer.param_groups:
-            set_learning_rate(group, rate, self.device if self._captured else None)
-
     # -- setting up, saving, playing -------------------------------------------------------------
 
     def _setup_model(self) -> None:
@@ -283,12 +278,12 @@ class HeadPPO(HeadAlgorithm, PPO):
         if not isinstance(self.policy, HeadPolicy):
             raise ValueError(f"HeadPPO needs a policy with a head, got {self.policy_class}")
         self._numbers = torch.zeros(6, device=self.device)
-        self._captured = False
+        self._prepared_for: Any = None  # the options of captured steps; None: parameters are new
         self.uses_masks = self._decide_masks()
 
     def learn(self, *args: Any, **kwargs: Any) -> Self:
         """As in Stable-Baselines3, with the model's device as the current one."""
-        with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
+        with torch.cuda.device_of(self._numbers):
             self.uses_masks = self._decide_masks()  # there may be another environment
             self._prepare()
             return super().learn(*args, **kwargs)
@@ -305,7 +300,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         if self.capture and reason:
             warnings.warn(f"nothing is replayed as a CUDA graph: {reason}", stacklevel=2)
         self._captured = reason is None
-        self._captured_options = self._constants
+        self._prepared_for = self._constants
         self._rollout = {}
         self._play: Any = self._forward
         self._optimize: Any = self._minimize
@@ -345,13 +340,12 @@ class HeadPPO(HeadAlgorithm, PPO):
         return parameters
 
     def set_parameters(self, *args: Any, **kwargs: Any) -> None:
-        """Load parameters; graphs that were captured are forgotten."""
+        """Load parameters; the next update forgets graphs that were captured."""
         super().set_parameters(*args, **kwargs)
-        if self._captured:
-            self._prepare()
+        self._prepared_for = None
 
     def _excluded_save_params(self) -> list[str]:
-        rebuilt = "_play _optimize _rollout _numbers _captured _captured_options _too_far"
+        rebuilt = "_play _optimize _rollout _numbers _captured _prepared_for _too_far"
         rebuilt += " uses_masks rollout_buffer_class"
         return [*super()._excluded_save_params(), *rebuilt.split()]
 

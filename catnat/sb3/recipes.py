@@ -80,7 +80,7 @@ class Algorithm:
         at_least_1 = ("n_steps", "n_epochs", "batch_size", "stats_window_size")
         require_positive(learning_rate=learning_rate, **numbers(kwargs, *positive))
         require_at_least(1, **numbers(kwargs, *at_least_1))
-        require_within(0, float("inf"), "[)", **numbers(kwargs, "ent_coef", "vf_coef"))
+        require_within(0, torch.inf, "[)", **numbers(kwargs, "ent_coef", "vf_coef"))
         require_within(0, 1, **numbers(kwargs, "gamma", "gae_lambda"))
         self.policy_kwargs = {"head": head, "head_options": head_options, **(policy_kwargs or {})}
         drops_options = kwargs.get("use_rms_prop") and "optimizer_class" not in self.policy_kwargs
@@ -116,7 +116,7 @@ class PPO(Algorithm):
     """PPO; for Atari games with CleanRL's settings, which are the paper's."""
 
     # CleanRL's value loss has a factor 1/2, so that its vf_coef is 0.5.
-    atari: ClassVar = {
+    atari = {
         "model.learning_rate": 2.5e-4,
         "model.anneal_lr": True,
         "model.n_steps": 128,
@@ -127,7 +127,7 @@ class PPO(Algorithm):
         "model.vf_coef": 0.25,
         "model.value_loss": "cleanrl",
     }
-    not_atari: ClassVar = {
+    not_atari = {
         **Algorithm.not_atari,
         "model.learning_rate": 1e-3,
         "model.anneal_lr": True,
