@@ -179,9 +179,10 @@ class MNISTDataModule(InMemoryDataModule):
                 return paths
         if Path(self.root) == Path(_ROOT):
             return []
+        folders = " nor in ".join(map(str, self._folders()))
         raise ValueError(
             f"root {str(self.root)!r} has no {self.dataset}: there are no {' and '.join(_FILES)} "
-            f"(or .gz), neither in {' nor in '.join(map(str, self._folders()))}"
+            f"(or .gz), neither in {folders}"
         )
 
 

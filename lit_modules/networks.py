@@ -1,12 +1,21 @@
 """Encoders from 28 x 28 images to scores, and decoders from latents to the logits of pixels."""
 
 import platform
+from itertools import pairwise
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 IMAGE_SHAPE = (1, 28, 28)
 _SLOW_TRANSPOSED = platform.machine() in {"aarch64", "arm64"}
+
+
+def dense(*widths: int) -> list[nn.Module]:
+    """Linear layers between these widths, with ReLU between the layers."""
+    layers: list[nn.Module] = []
+    for width, next_width in pairwise(widths):
+        layers += [nn.Linear(width, next_width), nn.ReLU()]
+    return layers[:-1]
 
 
 def conv_encoder(num_outputs: int) -> nn.Sequential:
@@ -28,9 +37,7 @@ def conv_encoder(num_outputs: int) -> nn.Sequential:
         nn.Conv2d(16, 32, 3, stride=2),  # 3 x 3
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(288, 128),
-        nn.ReLU(),
-        nn.Linear(128, num_outputs),
+        *dense(288, 128, num_outputs),
     )
 
 
@@ -45,9 +52,7 @@ def conv_decoder(num_inputs: int) -> nn.Sequential:
         torch.Size([2, 1, 28, 28])
     """
     return nn.Sequential(
-        nn.Linear(num_inputs, 128),
-        nn.ReLU(),
-        nn.Linear(128, 288),
+        *dense(num_inputs, 128, 288),
         nn.ReLU(),
         nn.Unflatten(1, (32, 3, 3)),
         Upsample(32, 16, 3, stride=2),  # 7 x 7
@@ -65,14 +70,7 @@ def mlp_encoder(num_outputs: int) -> nn.Sequential:
 
     Shapes: images (B, 1, 28, 28), result (B, num_outputs).
     """
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(784, 512),
-        nn.ReLU(),
-        nn.Linear(512, 256),
-        nn.ReLU(),
-        nn.Linear(256, num_outputs),
-    )
+    return nn.Sequential(nn.Flatten(), *dense(784, 512, 256, num_outputs))
 
 
 def mlp_decoder(num_inputs: int) -> nn.Sequential:
@@ -80,14 +78,7 @@ def mlp_decoder(num_inputs: int) -> nn.Sequential:
 
     Shapes: latents (B, num_inputs), result the logits of the pixels (B, 1, 28, 28).
     """
-    return nn.Sequential(
-        nn.Linear(num_inputs, 256),
-        nn.ReLU(),
-        nn.Linear(256, 512),
-        nn.ReLU(),
-        nn.Linear(512, 784),
-        nn.Unflatten(1, IMAGE_SHAPE),
-    )
+    return nn.Sequential(*dense(num_inputs, 256, 512, 784), nn.Unflatten(1, IMAGE_SHAPE))
 
 
 class Upsample(nn.ConvTranspose2d):
