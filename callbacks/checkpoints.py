@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from catnat.callbacks.signals import Stopped, StopSignals
 from catnat.checks import require_at_least
-from catnat.rng import random_states, set_random_states
+from catnat.rng import State, random_states, set_random_states
 
 
 class LastCheckpoint(Checkpoint):
@@ -39,7 +39,7 @@ class LastCheckpoint(Checkpoint):
         self._signals = StopSignals()
         self._due = False
         self._stop = False
-        self._random: list[dict[str, Any]] | None = None
+        self._random = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count steps; restore the random states of a resumed run."""
@@ -49,7 +49,7 @@ class LastCheckpoint(Checkpoint):
             set_random_states(self._random, pl_module.device, pl_module.global_rank)
 
     def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: State
     ) -> None:
         """Save random states; make a checkpoint within a validation look like one of its step.
 
@@ -63,7 +63,7 @@ class LastCheckpoint(Checkpoint):
             progress["current"]["completed"] -= 1
 
     def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: State
     ) -> None:
         """Keep the random states for the start of training."""
         self._random = checkpoint.get("random")
@@ -154,7 +154,7 @@ class BestCheckpoint(ModelCheckpoint):
             logged = ", ".join(trainer.callback_metrics)
             rank_zero_warn(f"no best.ckpt: the model logs no {self.monitor!r}, but {logged}")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Remember the value of the file in this folder."""
         if Path(str(self.dirpath), "best.ckpt").is_file():
             super().load_state_dict(state_dict | {"dirpath": self.dirpath})

@@ -14,6 +14,7 @@ from catnat.callbacks.images import Draw, add_image, is_drawn
 from catnat.callbacks.tensorboard import write_row
 from catnat.checks import require_at_least
 from catnat.probe import HeadProbe
+from catnat.rng import State
 
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
 
@@ -101,11 +102,11 @@ class FisherMonitor(Callback):
 
     # -- Lightning's hooks -------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The latest values, and the sums of the sampled shares."""
         return deepcopy({"shares": self._sums, "latest": self.latest})
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore values and sums."""
         self.latest = state_dict["latest"]
         self._sums = state_dict["shares"]
@@ -160,7 +161,7 @@ class FisherMonitor(Callback):
                 history.end_step()
 
     def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: State
     ) -> None:
         """Write everything: a run that resumes from this checkpoint has then lost no step.
 

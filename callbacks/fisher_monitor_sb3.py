@@ -13,6 +13,7 @@ from catnat.callbacks.fisher_diagnostics import histories_of, seed_of
 from catnat.callbacks.images import Draw, is_drawn
 from catnat.checks import require_at_least
 from catnat.probe import HeadProbe
+from catnat.rng import State
 
 
 class FisherMonitorSB3(BaseCallback):
@@ -63,11 +64,11 @@ class FisherMonitorSB3(BaseCallback):
         self._sums: dict[str, list[float]] = {}  # of the sampled share, by head
         self._undrawn: dict[str, Draw] = {}  # of the latest values, by tag
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The latest values, the number of rollouts, and the sums of the sampled shares."""
         return {"latest": self.latest, "rollouts": self._rollouts, "shares": self._sums}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Resume from a state."""
         self.latest = state_dict["latest"]
         self._rollouts = state_dict["rollouts"]
@@ -107,7 +108,7 @@ class FisherMonitorSB3(BaseCallback):
     def _distribution(self) -> Any:
         """The policy's distribution in states of the rollout, with the masks or memory it had."""
         policy: Any = self.model.policy
-        buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
+        buffer = self.model.rollout_buffer  # type: ignore[attr-defined]
         count = buffer.buffer_size * buffer.n_envs
         chosen: Any = slice(None)
         if count > self.max_states:

@@ -22,6 +22,7 @@ from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
 from catnat.callbacks.files import write_whole
 from catnat.callbacks.tags import description
+from catnat.rng import State
 
 _QUEUE = 1000  # events; a row of each step would wait for the default, 10
 _WRITTEN_AGAIN = ("_hparams_/", "test/")  # at the end of a resumed run
@@ -38,10 +39,10 @@ class DescribedWriter(SummaryWriter):
 
     def _get_file_writer(self) -> FileWriter:
         is_new = self.file_writer is None
-        writer: Any = super()._get_file_writer()  # type: ignore[no-untyped-call]
+        writer = super()._get_file_writer()  # type: ignore[no-untyped-call]
         if is_new:
             writer.add_summary = partial(_add_described, writer.add_summary, set())
-        return writer  # type: ignore[no-any-return]
+        return writer
 
 
 def _add_described(
@@ -161,11 +162,11 @@ class RunRecord(Callback):
         """Start the clock."""
         self._progress = Progress(trainer.global_step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The metrics."""
         return {"validated": self.validated}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Remember the metrics of the run that is resumed."""
         self.validated = state_dict["validated"]
 

@@ -22,7 +22,6 @@ know the formula, and that a(0) is exactly 1/2.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +124,7 @@ class NaturalActivation(NaturalNumbers):
     def distance(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """Distance to the nearer edge, negative outside, and whether that is the upper edge."""
         high, low = self.half_width(scores.dtype)
-        edges: Any = (high, low, -high, -low) if constants is None else constants
+        edges = (high, low, -high, -low) if constants is None else constants
         above = (edges[0] - scores) + edges[1]
         below = (scores - edges[2]) - edges[3]
         upper = above < below  # not torch.minimum: its gradient at a tie (s = C) would vanish
@@ -229,7 +228,7 @@ class CustomActivation(_OfCenters):
         """-d log(1 - a)/ds times d log a/ds, by forward-mode differentiation; 0 at infinity."""
         x, beyond = _centered(scores, constants)
         x = torch.where(scores.isinf(), 0.0, x)
-        moved: Any = torch.func.jvp(self.function, (x,), (torch.ones_like(x),))[1]
+        moved = torch.func.jvp(self.function, (x,), (torch.ones_like(x),))[1]
         return torch.where(beyond, 0.0, -moved[0] * moved[1])
 
 

@@ -8,14 +8,15 @@ that: numbers that live on the device, and optimizers that can be captured.
 import gc
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-Output = TypeVar("Output")
+from catnat.rng import State
+
 WARM_UP = 3  # steps taken eagerly, on a side stream, before one is captured
 # What an optimizer needs to be captured: its state on the device, one kernel for all parameters.
 CAPTURABLE = ("capturable", "fused")
@@ -25,7 +26,7 @@ _KERNELS = (*CAPTURABLE, "foreach")
 # -- capturing -------------------------------------------------------------------------------------
 
 
-class StepGraph(Generic[Output]):
+class StepGraph:
     """A step of work, captured once and replayed on every later batch of the same shape.
 
     A batch is a tensor, or a container of tensors. The first calls, and batches of another shape,
@@ -37,7 +38,7 @@ class StepGraph(Generic[Output]):
             its work happens on the device.
     """
 
-    def __init__(self, step: Callable[[Any], Output]) -> None:
+    def __init__(self, step: Callable[[Any], Any]) -> None:
         self.step = step
         self._calls = 0
         self._graph: Any = None  # a torch.cuda.CUDAGraph, once there is one
@@ -50,7 +51,7 @@ class StepGraph(Generic[Output]):
         """Capture again at the next call, because a constant of the captured step has changed."""
         self._graph = None
 
-    def __call__(self, batch: Any) -> Output:
+    def __call__(self, batch: Any) -> Any:
         """Take one step and return its output, which the next call overwrites."""
         tensors, structure = tree_flatten(batch)
         is_plain = all(isinstance(x, Tensor) for x in tensors)
@@ -66,10 +67,9 @@ class StepGraph(Generic[Output]):
         if self._graph is None:
             self._capture(tree_unflatten(self._input, structure))
         self._graph.replay()
-        output: Output = self._output
-        return output
+        return self._output
 
-    def _eagerly(self, batch: Any) -> Output:
+    def _eagerly(self, batch: Any) -> Any:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -201,7 +201,7 @@ def make_portable(optimizer: Optimizer) -> None:
         optimizer.load_state_dict(portable)
 
 
-def portable_state(state: dict[str, Any]) -> dict[str, Any]:
+def portable_state(state: State) -> State:
     """The state of an optimizer as it would be if the optimizer had never been capturable."""
     if not any(isinstance(group["lr"], Tensor) for group in state["param_groups"]):
         return state
@@ -244,7 +244,7 @@ def keep_kernels(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _with_kernels_of(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _with_kernels_of(optimizer: Optimizer, state: State) -> State:
     groups = [
         saved | {name: group[name] for name in _KERNELS if name in group}
         for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=False)

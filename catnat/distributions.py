@@ -144,7 +144,7 @@ class HeadCategorical(Categorical):
 
         A subclass with its own ``__init__`` overrides ``expand``, as everywhere in torch.
         """
-        new: HeadCategorical = self._get_checked_instance(  # type: ignore[no-untyped-call]
+        new = self._get_checked_instance(  # type: ignore[no-untyped-call]
             HeadCategorical, _instance
         )
         batch_shape = torch.Size(batch_shape)

@@ -8,7 +8,6 @@ outputs f_m, and the loss is the mean over the batch of
 """
 
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +59,7 @@ def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) ->
     p = (distance.sum() - 2 * r) / ((M - 1) * (M - 2))
     weight = (error - b - r / (M - 1) + p) / M  # c_m
     with without_autocast(weight):
-        direction: Tensor = torch.tensordot(weight, (graphs - graphs[0]).to(weight.dtype), 1)
+        direction = torch.tensordot(weight, (graphs - graphs[0]).to(weight.dtype), 1)
     return direction
 
 
@@ -199,7 +198,7 @@ class GraphConvolution(nn.Module):
         if self.sparse:
             graph, source, target = graphs.repeat_interleave(B, 0).nonzero(as_tuple=True)
             edges = torch.stack([source, target]) + graph * N
-            y: Tensor = self.conv(every_x.flatten(0, 1), edges)
+            y = self.conv(every_x.flatten(0, 1), edges)
         else:  # in dense convolutions the row is the target
             y = self.conv(every_x, graphs.mT.repeat_interleave(B, 0))
         return y.reshape(M, B, N, -1)
@@ -207,7 +206,7 @@ class GraphConvolution(nn.Module):
 
 def as_predictor(module: nn.Module) -> nn.Module:
     """The module itself, or wrapped to take M graphs at once if it is one of torch-geometric's."""
-    geometric: Any = sys.modules.get("torch_geometric.nn")  # imported, if the module is one of its
+    geometric = sys.modules.get("torch_geometric.nn")  # imported, if the module is one of its
     is_sparse = geometric is not None and isinstance(module, geometric.MessagePassing)
     if is_sparse or type(module).__module__.startswith("torch_geometric.nn.dense."):
         return GraphConvolution(module, is_sparse)

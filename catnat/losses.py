@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -83,8 +84,8 @@ def energy_terms(samples: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     if samples.shape[0] < 2:
         raise ValueError(f"the energy score needs M >= 2 samples, got M = {samples.shape[0]}")
     samples = at_least_float32(samples)
-    error: Tensor = torch.linalg.vector_norm(samples - target, dim=-1)  # (M, *)
-    distance: Tensor = _PairwiseDistance.apply(samples.movedim(0, -2).contiguous())
+    error = torch.linalg.vector_norm(samples - target, dim=-1)  # (M, *)
+    distance = _PairwiseDistance.apply(samples.movedim(0, -2).contiguous())
     return error, distance
 
 
@@ -141,8 +142,8 @@ def importance_weighted_nll(
     .. math:: -\log \frac1M \sum_m w_m, \qquad \log w_m = \log p(x, z_m) - \log q(z_m \mid x)
 
     ``log_weights(m)`` draws m fresh samples and returns their log-weights. Memory holds the
-    log-weights of at most ``chunk_size`` samples. There is no gradient: the estimate is for
-    evaluation.
+    log-weights of at most ``chunk_size`` samples, and a sum for each chunk. There is no gradient:
+    the estimate is for evaluation.
 
     Shapes: ``log_weights(m)`` (m, \*), result (\*).
 
@@ -154,16 +155,14 @@ def importance_weighted_nll(
         tensor([90., 90.])
     """
     require_at_least(1, num_samples=num_samples, chunk_size=chunk_size)
-    total: Tensor | None = None
+    parts = []
     for start in range(0, num_samples, chunk_size):
         m = min(chunk_size, num_samples - start)
         chunk = log_weights(m)
         if chunk.shape[:1] != (m,):
             raise ValueError(f"log_weights({m}) must be ({m}, *), got {tuple(chunk.shape)}")
-        part = at_least_float32(chunk).logsumexp(0)
-        total = part if total is None else torch.logaddexp(total, part)
-    assert total is not None
-    return math.log(num_samples) - total
+        parts.append(at_least_float32(chunk).logsumexp(0))
+    return math.log(num_samples) - reduce(torch.logaddexp, parts)
 
 
 class HeadNLL(nn.Module):

@@ -99,7 +99,7 @@ class MixedHead(CategoricalHead):
             return self.inner.probs(scores).reshape(-1, self.num_categories).sum(0)
 
         # Rows are independent: a derivative of the sum over rows is that of one row.
-        jacobian: Tensor = jacrev(probs_of_all_rows)(scores)  # (K, *, S)
+        jacobian = jacrev(probs_of_all_rows)(scores)  # (K, *, S)
         scale = (1 - self.mix) * torch.where(q <= 0, torch.inf, q).rsqrt()
         return scale[..., None] * jacobian.movedim(0, -2)
 

@@ -107,8 +107,7 @@ def _vectors_of(tokens: Tensor, rows: Tensor) -> Tensor:
     for _ in range(3):
         basis = torch.linalg.qr(transposed @ torch.linalg.qr(matrix @ basis)[0])[0]
     left, singular, _ = torch.linalg.svd(matrix @ basis, full_matrices=False)
-    vectors: Tensor = left[:, :_DIMENSIONS] * singular[:_DIMENSIONS].sqrt()
-    return vectors
+    return left[:, :_DIMENSIONS] * singular[:_DIMENSIONS].sqrt()
 
 
 def checked_frequent(frequent: int | Sequence[int] | Tensor, num_categories: int) -> list[int]:

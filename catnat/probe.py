@@ -34,7 +34,7 @@ class HeadProbe:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.heads: dict[str, CategoricalHead] = {}
+        self.heads = {}
         inside: set[nn.Module] = set()
         for name, part in module.named_modules():  # a head comes before the heads inside it
             if isinstance(part, CategoricalHead) and part not in inside:

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+State = dict[str, Any]  # what a checkpoint has of something, by name
 
-def random_states(device: torch.device) -> list[dict[str, Any]]:
+
+def random_states(device: torch.device) -> list[State]:
     """The states of the generators of torch, NumPy and Python on each rank, as plain values."""
     name, keys, *position = np.random.get_state()
     state = {
@@ -30,7 +32,7 @@ def random_states(device: torch.device) -> list[dict[str, Any]]:
     return states
 
 
-def set_random_states(states: list[dict[str, Any]], device: torch.device, rank: int = 0) -> None:
+def set_random_states(states: list[State], device: torch.device, rank: int = 0) -> None:
     """Put all generators back to where :func:`random_states` found them.
 
     A rank that the saved run did not have gets noise of its own, which follows from the state of

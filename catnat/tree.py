@@ -85,8 +85,8 @@ def subtree_sums(leaves: Tensor) -> Sides:
     >>> subtree_sums(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     (tensor([3., 1., 3.]), tensor([7., 2., 4.]))
     """
-    left: list[Tensor] = []
-    right: list[Tensor] = []
+    left = []
+    right = []
     values = leaves
     for first, last in reversed(list(levels(leaves.shape[-1]))):
         shallow = 2 * first - last

@@ -137,7 +137,7 @@ class CatnatHead(CategoricalHead):
     def _shift(self, leaves: Sides, old_leaves: Sides) -> Tensor:
         """Change of the centers when numbers of allowed leaves change; exactly 0 if they do not."""
         if self.activation.is_fused and self.num_categories <= _TABLE_LIMIT:
-            table: Tensor = self._cached(leaves[0], "table", self._make_table)
+            table = self._cached(leaves[0], "table", self._make_table)
             index, old_index = (
                 torch.add(right, left, alpha=len(table)).long()
                 for left, right in (leaves, old_leaves)
@@ -259,8 +259,7 @@ class CatnatHead(CategoricalHead):
             leaves = torch.tensor(self.order, device=device)
             return leaves, leaves.argsort()
 
-        ordering: Sides = self._cached(x, "order", make)
-        return ordering
+        return self._cached(x, "order", make)
 
     def constants(self, scores: Tensor) -> Tensor | None:
         """``activation.node_constants`` in the dtype and on the device of the scores.
@@ -275,8 +274,7 @@ class CatnatHead(CategoricalHead):
 
         if not self.activation.is_fused:  # what log_activation depends on may have changed
             return make(scores.device)
-        constants: Tensor = self._cached(scores, scores.dtype, make)
-        return constants
+        return self._cached(scores, scores.dtype, make)
 
     def _centers(self, like: Tensor) -> Tensor:
         """The center C of every node, (S,) in float64."""

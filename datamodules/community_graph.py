@@ -37,7 +37,7 @@ def community_graph(communities: int) -> Tensor:
     community = torch.eye(_SIZE)
     source, target = torch.tensor(_COMMUNITY).t()
     community[source, target] = community[target, source] = 1
-    graph: Tensor = torch.block_diag(*[community] * communities)
+    graph = torch.block_diag(*[community] * communities)
     first_nodes = torch.arange(_SIZE, len(graph), _SIZE)  # of all communities but the first
     graph[first_nodes - 1, first_nodes] = graph[first_nodes, first_nodes - 1] = 1
     return graph

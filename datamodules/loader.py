@@ -9,6 +9,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from catnat.checks import require_at_least, require_positive
+from catnat.rng import State
 
 # The first number of a seed is its purpose.
 SPLIT = 1
@@ -151,7 +152,7 @@ class InMemoryDataModule(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Make the parts, and forget the loader of an earlier run."""
         self._train_loader: InMemoryLoader | None = None
-        self._train_state: dict[str, Any] = {}
+        self._train_state: State = {}
         if not self.parts:
             self.parts = dict(zip(("train", "val", "test"), self.make_parts(), strict=False))
 
@@ -183,13 +184,13 @@ class InMemoryDataModule(LightningDataModule):
 
     predict_dataloader = test_dataloader
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The state of the training loader; Lightning itself saves it only within an epoch."""
         if self._train_loader is None:
             return {}
         return self._train_loader.state_dict() | {"source": self.source}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Make the training loader continue from this state."""
         self._train_state = state_dict
 

@@ -12,7 +12,7 @@ _SLOW_TRANSPOSED = platform.machine() in {"aarch64", "arm64"}
 
 def dense(*widths: int) -> list[nn.Module]:
     """Linear layers between these widths, with ReLU between the layers."""
-    layers: list[nn.Module] = []
+    layers = []
     for width, next_width in pairwise(widths):
         layers += [nn.Linear(width, next_width), nn.ReLU()]
     return layers[:-1]

@@ -18,7 +18,7 @@ from catnat.cuda_graph import (
 )
 from catnat.lit_modules.cuda_graph_steps import ReplayedSteps
 from catnat.metrics import RowMeans
-from catnat.rng import forked_random_state, separate_noise
+from catnat.rng import State, forked_random_state, separate_noise
 
 # Of replayed steps: others change weights, or scale losses on the host.
 _PRECISIONS = ("32-true", "bf16-mixed")
@@ -174,7 +174,7 @@ class StepModule(LightningModule):
             self.log_dict(self.logged_settings())
         return loss
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any] | None = None) -> None:
+    def on_save_checkpoint(self, checkpoint: State | None = None) -> None:
         """Log the latest loss of replayed steps."""
         if self._replay is not None:
             self._replay.log()
@@ -192,7 +192,7 @@ class StepModule(LightningModule):
             gradient_clip_val = self.gradient_clip
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: State) -> None:
         """Resume at the ``learning_rate`` of this model, not at that of the checkpoint."""
         rate = self.hparams.get("learning_rate")
         saved_rate = checkpoint.get("hyper_parameters", {}).get("learning_rate")

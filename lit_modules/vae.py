@@ -135,7 +135,7 @@ class DiscreteVAE(StepModule):
 
     def scores(self, batch: Any) -> Tensor:
         """Scores of the head for every latent, (B, N, S)."""
-        scores: Tensor = self.encoder(self.images(batch))
+        scores = self.encoder(self.images(batch))
         return scores.reshape(len(scores), self.num_latents, self.head.num_scores)
 
     def forward(self, batch: Any) -> HeadCategorical:
@@ -144,7 +144,7 @@ class DiscreteVAE(StepModule):
 
     def decode(self, z: Tensor) -> Tensor:
         """Logits of the pixels for one-hot latents, (*, N, K) -> (*, 1, 28, 28)."""
-        logits: Tensor = self.decoder(z.reshape(-1, z.shape[-2] * z.shape[-1]))
+        logits = self.decoder(z.reshape(-1, z.shape[-2] * z.shape[-1]))
         return logits.reshape(*z.shape[:-2], *logits.shape[1:])
 
     def reconstruction(self, batch: Any, z: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class DiscreteVAE(StepModule):
         scores = self.scores(batch)
         q = self.head(scores)
         log_prior = -self.num_latents * math.log(self.head.num_categories)
-        reconstructions: list[Tensor] = []  # (m, B) each
+        reconstructions = []  # (m, B) each
 
         def log_weights(m: int) -> Tensor:
             z = q.one_hot_sample((m,))  # (m, B, N, K)

@@ -184,7 +184,7 @@ class CatnatCLI(RunCLI):
             raise ValueError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:
             return {}
-        metrics: Metrics = dict(self.record.validated)
+        metrics = dict(self.record.validated)
         if not metrics and self._can("validation_step", "val_dataloader"):
             metrics = self.evaluate("validate")
         if self._can("test_step", "test_dataloader"):
@@ -217,7 +217,7 @@ class CatnatCLI(RunCLI):
             ckpt_path=self.line.ckpt_path if self.line.command != "fit" else None,
             **quiet,
         )
-        return dict(metrics[0]) if metrics else {}
+        return metrics[0] if metrics else {}
 
     def _can(self, step: str, loader: str) -> bool:
         """Whether model and data define these methods; those of a user may not."""

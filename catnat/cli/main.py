@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if words and words[0] in COMMANDS:
             with _usage_errors("sweep"):
-                return int(import_module(f"catnat.sweeps.{words[0]}").main(words[1:]))
+                return import_module(f"catnat.sweeps.{words[0]}").main(words[1:])
         if "--version" in words:
             print(f"catnat {__version__}")
         elif not words or words in (["-h"], ["--help"]):

@@ -99,8 +99,8 @@ class CommandLine:
             self.in_configs |= read_options(path)
         choices = self.in_configs | dict(typed)
         self._choose(choices)
-        self.ckpt_path: Path | None = None
-        self.record: Options = {}
+        self.ckpt_path = None
+        self.record = {}
         if wanted := choices.get("ckpt_path"):
             self.ckpt_path = find_checkpoint(Path(self.root, self.model), self.head, wanted)
             record = self.ckpt_path.parent.parent / "config.yaml"

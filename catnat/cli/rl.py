@@ -61,8 +61,9 @@ class RLCLI(RunCLI):
     def defaults(self) -> Options:
         """Defaults that depend on the environment."""
         env = self.chosen_options.get("data.env", self.page.get_default("data.env"))
-        algorithm: type[Algorithm] = self.model_type
-        return algorithm.atari | super().defaults() if is_atari(env) else algorithm.not_atari
+        if not is_atari(env):
+            return self.model_type.not_atari
+        return self.model_type.atari | super().defaults()
 
     def complete_options(self) -> None:
         """Let the monitor look at some of many short rollouts, once in the last tenth at least.
@@ -145,7 +146,7 @@ class RLCLI(RunCLI):
     @property
     def step(self) -> int:
         """The number of steps of all environments together."""
-        return int(self.model.num_timesteps)
+        return self.model.num_timesteps
 
     def fit(self) -> Metrics:
         """Learn, then play."""

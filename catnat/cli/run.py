@@ -222,7 +222,7 @@ class RunCLI(LightningCLI):
         defaults = self.defaults()
         defaults = {name: defaults[name] for name in defaults if name in self.full_names}
         self.page.set_defaults(defaults)
-        files: list[tuple[str, Any]] = [("config", path) for path in line.configs]
+        files = [("config", path) for path in line.configs]
         if line.record:
             # A new list replaces that of the resumed run, a new length its length.
             replaced = {name.partition("+")[0]: "null" for name in self.new_options if "+" in name}

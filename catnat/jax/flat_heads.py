@@ -74,8 +74,7 @@ class SparsemaxHead(CategoricalHead):
 
     def probs(self, scores: Array) -> Array:
         """Probabilities, (*, K) -> (*, K); exactly 0 outside the support."""
-        out: Array = _project(self._checked(scores))
-        return out
+        return _project(self._checked(scores))
 
 
 @jax.custom_jvp

@@ -135,8 +135,7 @@ class CatnatHead(CategoricalHead):
         """
         scores = self._checked(scores)
         _, (left, right) = jax.jvp(self._log_activation, (scores,), (jnp.ones_like(scores),))
-        information: Array = -left * right
-        return information
+        return -left * right
 
     def fisher_diagonal(self, scores: Array) -> Array:
         """P(node) a'^2 / (a (1 - a)) (the paper's Theorem), (*, S) -> (*, S) in O(S)."""
@@ -170,8 +169,7 @@ class CatnatHead(CategoricalHead):
     def allowed(self, scores: Array) -> Array:
         """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
         scores = self._checked(scores)
-        forbidden: Array = path_sums((scores == jnp.inf) * 1, (scores == -jnp.inf) * 1)[1]
-        return forbidden == 0
+        return path_sums((scores == jnp.inf) * 1, (scores == -jnp.inf) * 1)[1] == 0
 
     def _log_activation(self, scores: Array, node: Array | None = None) -> Sides:
         """log(1 - a) and log a of all nodes, or of the nodes with these indices.
@@ -346,5 +344,4 @@ def subtree_sums(leaves: Array) -> Sides:
     """
     nodes = jnp.zeros_like(leaves[..., 1:])
     _, transpose = jax.vjp(lambda left, right: path_sums(left, right)[1], nodes, nodes)
-    sides: Sides = transpose(leaves)
-    return sides
+    return transpose(leaves)

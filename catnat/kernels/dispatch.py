@@ -33,7 +33,7 @@ def tree_log_probs(scores: Tensor, activation: Activation, constants: Tensor | N
     fused = _tree_kernels(scores, activation)
     if fused is None:
         return reference.tree_log_probs(scores, activation, constants)
-    return _log_probs("tree", scores, None, activation, constants, fused)
+    return _LogProbs.apply("tree", scores, None, activation, constants, fused)
 
 
 def tree_fisher(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor | None:
@@ -64,7 +64,7 @@ def tree_log_prob(
     if fused is None:
         return reference.tree_log_prob(scores, leaf, activation, constants)
     flat = scores.reshape(-1, scores.shape[-1])
-    return _log_probs("path", flat, leaf.reshape(-1), activation, constants, fused).view(shape)
+    return _LogProbs.apply("path", flat, leaf.reshape(-1), activation, constants, fused).view(shape)
 
 
 def tree_sample(
@@ -94,7 +94,7 @@ def sparsemax_log_probs(scores: Tensor) -> Tensor:
     fused = kernels_for(scores, SPARSEMAX_TRITON_LIMIT)
     if fused is None:
         return reference.sparsemax_log_probs(scores)
-    return _log_probs("sparsemax", scores, None, None, None, fused)
+    return _LogProbs.apply("sparsemax", scores, None, None, None, fused)
 
 
 def softmax_log_probs(scores: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def softmax_log_probs(scores: Tensor) -> Tensor:
     fused = kernels_for(scores, SOFTMAX_TRITON_LIMIT)
     if fused != "triton" or torch.compiler.is_compiling():
         return reference.softmax_log_probs(scores)
-    return _log_probs("softmax", scores, None, None, None, fused)
+    return _LogProbs.apply("softmax", scores, None, None, None, fused)
 
 
 def kernels_for(scores: Tensor, triton_limit: int) -> str | None:
@@ -181,11 +181,6 @@ def _on_device_of(x: Tensor) -> AbstractContextManager[None]:
     if unneeded or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device_of(x)
-
-
-def _log_probs(*arguments: Any) -> Tensor:
-    log_probs: Tensor = _LogProbs.apply(*arguments)
-    return log_probs
 
 
 class _LogProbs(torch.autograd.Function):

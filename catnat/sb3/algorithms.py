@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from catnat.rng import random_states, set_random_states
+from catnat.rng import State, random_states, set_random_states
 from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
@@ -154,7 +154,7 @@ def normalized(advantages: Tensor) -> Tensor:
 # -- the state of a run, as tensors and plain values that load without code ------------------------
 
 
-def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:
+def state_of(model: OnPolicyAlgorithm) -> State:
     """Everything that a run resumes from, except environments: they begin new episodes."""
     parameters = model.get_parameters()
     logger = model.logger
@@ -181,7 +181,7 @@ def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:
     }
 
 
-def load_state(model: OnPolicyAlgorithm, state: dict[str, Any]) -> None:
+def load_state(model: OnPolicyAlgorithm, state: State) -> None:
     """Put a model that has a logger into a state that :func:`state_of` returned."""
     model.set_parameters({"policy": state["state_dict"], "policy.optimizer": state["optimizer"]})
     model.num_timesteps = state["global_step"]

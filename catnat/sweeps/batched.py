@@ -193,7 +193,7 @@ class Stack:
                 "step that need no metric"
             )
         self.schedulers += [config.scheduler for config in schedulers]
-        optimizer: Optimizer = optimizers[0]
+        optimizer = optimizers[0]
         if device.type == "cuda":
             make_capturable(optimizer, device)
             self._rates += [(group, group["lr"]) for group in optimizer.param_groups]
@@ -227,7 +227,7 @@ class Stack:
             batch: of all models together, or of each model, (M, B, *).
             one_batch: whether all models get the same batch.
         """
-        losses: Tensor = vmap(
+        losses = vmap(
             partial(functional_call, self._trained[0]),
             in_dims=(0, None if one_batch else 0),
             randomness="different",
@@ -283,7 +283,7 @@ class Group:
         """Train to the end, then test every model."""
         torch.manual_seed(self.members[0].seed)  # the noise of a group is that of its first seed
         is_cuda = self.device.type == "cuda"
-        take_step: Callable[[Any], Tensor] = StepGraph(self.step) if is_cuda else self.step
+        take_step = StepGraph(self.step) if is_cuda else self.step
         batches = self.batches()
         for step in range(1, self.max_steps + 1):
             self.stack.prepare_step(step - 1)
@@ -319,7 +319,7 @@ class Group:
             return {}
         try:
             with warnings.catch_warnings(action="ignore"):
-                return dict(evaluate(member.model, datamodule=member.data, verbose=False)[0])
+                return evaluate(member.model, datamodule=member.data, verbose=False)[0]
         except ValueError as error:  # its scores are not finite
             member.failure = str(error).splitlines()[0]
             return {}

@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
     possible = [x for x in columns if any(isinstance(row.get(x), float) for row in rows)]
     ignored = _IGNORED.union(possible)
     names = [x for x in columns if x not in ignored and len({row.get(x) for row in rows}) > 1]
-    groups: Groups = defaultdict(list)
+    groups = defaultdict(list)
     for row in rows:
         groups[tuple(row.get(name, "") for name in names)].append(row)
     directed = [x for x in possible if re.match(f"test({_DIRECTED})", x)]
@@ -91,7 +91,7 @@ def rows_of(path: Path) -> list[Row]:
         print(f"{path} has not finished and is left out")
         return []
     config = read_options(path / "config.yaml")
-    row: Row = {}
+    row = {}
     for name, value in config.items():
         group, _, option = name.partition(".")
         if option == "class_path":
@@ -127,7 +127,7 @@ def plot(names: list[str], groups: Groups, tag: str, path: Path) -> None:
     """Draw the mean curve of each group, and one standard deviation around it."""
     from catnat.sweeps import figures
 
-    panel: figures.Panel = {}
+    panel = {}
     for key, rows in groups.items():
         if any("folder" not in row for row in rows):
             raise ValueError("--plot needs folders of runs; rows have no curves")

@@ -94,7 +94,7 @@ def read_curve(folder: Path, tag: str) -> Curve:
     """Steps and values of a scalar in the event files of a run; empty without any."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-    values: dict[int, float] = {}
+    values = {}
     for path in sorted(folder.glob("**/events.out.*")):
         for event in LegacyEventFileLoader(str(path)).Load():
             for value in event.summary.value:

@@ -244,7 +244,7 @@ class Plan:
         """
         sign = -1 if self.search.better == "higher" else 1
         seeds = self.search.seeds if stage == "search" else self.seeds
-        means: list[tuple[float, int]] = []
+        means = []
         for number, settings in enumerate(tried):
             keys = [self.run(cell, settings, seed, stage).key for seed in seeds]
             if rows.keys() >= {*keys}:
@@ -304,7 +304,7 @@ def load(name: str, scale: str | None = None) -> Plan:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Plan, "plan")
     try:
-        plan: Plan = parser.instantiate(parser.parse_object({"plan": content})).plan
+        plan = parser.instantiate(parser.parse_object({"plan": content})).plan
     except (ValueError, ArgumentError) as error:
         raise ValueError(f"{path.name}, scale {scale}: {error}") from error
     plan.name = path.stem

@@ -123,7 +123,7 @@ def key_of(options: Options) -> str:
 
 def is_finished(row: Row) -> bool:
     """Whether a row has metrics, and is not that of a run that failed."""
-    return bool(row["status"] == "finished")
+    return row["status"] == "finished"
 
 
 def metrics_of(row: Row) -> dict[str, float]:
@@ -164,7 +164,7 @@ def make_parser(command: str, doc: str | None) -> ArgumentParser:
 
 def read_pairs(words: Sequence[str], option: str) -> dict[str, str]:
     """Words such as NAME=VALUE of an option."""
-    pairs: dict[str, str] = {}
+    pairs = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or name in pairs:
@@ -187,7 +187,7 @@ def read(path: Path) -> list[Row]:
             try:
                 if None in line or None in line.values():
                     raise ValueError("not as many values as columns")
-                row: Row = {name: text for name, text in line.items() if text}
+                row = {name: text for name, text in line.items() if text}
                 if not row.keys() >= {"seed", "status"}:
                     raise ValueError("not the row of a run: it has no seed or no status")
                 rows.append(row | {name: float(text) for name, text in metrics_of(row).items()})
@@ -199,7 +199,7 @@ def read(path: Path) -> list[Row]:
 def read_metrics(path: Path) -> Options:
     """The numbers that a run has written, by name, and what it says about itself."""
     try:
-        metrics: Options = json.loads(path.read_text(), parse_int=float)
+        metrics = json.loads(path.read_text(), parse_int=float)
         return {name: x for name, x in metrics.items() if isinstance(x, float) or name in ABOUT}
     except (ValueError, AttributeError):
         raise ValueError(f"{path} has no metrics by name") from None

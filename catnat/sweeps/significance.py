@@ -54,5 +54,4 @@ def bold(p_values: Sequence[float]) -> list[bool]:
 
 def interval(a: Sample, b: Sample) -> tuple[float, float]:
     """Welch's 95 % interval of the difference of means, a minus b."""
-    low, high = stats.ttest_ind(a, b, equal_var=False).confidence_interval(1 - SIGNIFICANT)
-    return low, high
+    return stats.ttest_ind(a, b, equal_var=False).confidence_interval(1 - SIGNIFICANT)

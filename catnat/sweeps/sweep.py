@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from itertools import groupby, product
 from pathlib import Path
 
@@ -194,7 +194,7 @@ class Sweep:
 
     def _submit(self, engine: Engine, name: str) -> None:
         """Give runs to an engine until none is left; a run that ends may let others start."""
-        running: dict[Future[Row], Run] = {}
+        running = {}
         with ThreadPoolExecutor(engine.jobs) as pool:
             try:
                 while True:
