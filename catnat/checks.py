@@ -9,10 +9,10 @@ from typing import Any
 
 
 def require(rule: str, holds: Callable[[Any], bool], /, **values: object) -> None:
-    """Every value follows the rule: ``holds`` says whether it does."""
+    """Every value follows the rule: ``holds`` says whether it does; true and false never do."""
     for name, value in values.items():
         try:
-            is_right = holds(value)
+            is_right = not isinstance(value, bool) and holds(value)
         except TypeError:  # text, say, where a number is expected
             is_right = False
         if not is_right:
@@ -63,7 +63,7 @@ def numbers(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 def checked_categories(num_categories: Any) -> int:
     """The number K of categories of a head, an integer from 2 on."""
-    if isinstance(num_categories, bool) or not hasattr(num_categories, "__index__"):
+    if not hasattr(num_categories, "__index__"):
         raise ValueError(f"num_categories must be an integer, got {num_categories!r}")
     require_at_least(2, num_categories=num_categories)
     return operator.index(num_categories)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from catnat.activations import Activation, CustomActivation, NaturalActivation, SigmoidActivation
-from catnat.checks import checked_order, require, require_tail, require_within
+from catnat.checks import checked_order, require, require_choice, require_tail, require_within
 from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
@@ -66,8 +66,7 @@ class CatnatHead(CategoricalHead):
         K = self.num_categories
         self.num_scores = K - 1
         require("be finite", math.isfinite, center=center)
-        rule = "be true or false"
-        require(rule, lambda flag: isinstance(flag, bool), uniform_at_zero=uniform_at_zero)
+        require_choice(("true", "false"), uniform_at_zero=str(uniform_at_zero).lower())
         activation = self._make_activation()
         is_own = type(self).log_activation is not CatnatHead.log_activation
         if activation.is_fused and is_own:

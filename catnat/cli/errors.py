@@ -26,7 +26,7 @@ _SHORTENED = (
     (r", got {'class_path'.*", ""),
     (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
     (r"\ba int\b", "an int"),
-    (r"(?<!:) Expected (?=an? |one of )", " or "),
+    (r"(?<=[a-z']) Expected (?=an? |one of )", " or "),
 )
 
 

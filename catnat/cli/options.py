@@ -107,7 +107,8 @@ class CommandLine:
             if self.ckpt_path.parent.name == "checkpoints" and record.is_file():
                 self.configs.insert(0, str(record))
                 self.record = read_options(record)
-                self.record["model.class_path"] = path_of(self.record["model.class_path"])
+                if "model.class_path" in self.record:
+                    self.record["model.class_path"] = path_of(self.record["model.class_path"])
                 self._choose(self.record | choices)
         modules = (self.record | self.in_configs).get("import") or []
         self.imports = [value for name, value in typed if name == "import"]
@@ -159,11 +160,10 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def path_of(model: str) -> str:
-    """The path of the class of a model: of one of ours, wherever it was when a run began."""
-    paths = {recipe.path.rpartition(".")[2]: recipe.path for recipe in MODELS.values()}
-    if model.startswith("catnat."):
-        return paths.get(model.rpartition(".")[2], model)
-    return MODELS[model].path if model in MODELS else model
+    """The path of the class of a model, as it is now: earlier records have another one of PPO."""
+    if model in MODELS:
+        return MODELS[model].path
+    return model.replace("catnat.cli.rl.", "catnat.sb3.recipes.")
 
 
 def find_checkpoint(home: Path, head: str | None, wanted: str) -> Path:

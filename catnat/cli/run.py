@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import yaml
+from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningCLI
@@ -35,6 +36,7 @@ from catnat.cli.options import (
     import_module,
     load,
 )
+from catnat.head import REGISTRY
 from catnat.heads import head_names
 
 Metrics = dict[str, Any]  # by name; beside numbers, where the data come from
@@ -53,6 +55,14 @@ _FIXED = re.compile(
 )
 
 print_once = rank_zero_only(print)  # in the first of several processes that train together
+
+
+def check_head_options(head: str, options: Options) -> None:
+    """Raise an error if an option of a head has a wrong type; the head checks names and ranges."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(REGISTRY[head], fail_untyped=False, skip={"num_categories", "order"})
+    for name in parser.get_defaults().keys() & options.keys():
+        parser.parse_object({name: options[name]})
 
 
 class RunCLI(LightningCLI):
@@ -249,7 +259,10 @@ class RunCLI(LightningCLI):
         if line.command == "fit" and 0 <= steps <= self.began - self.steps_at_once:
             option = length.removeprefix("trainer.")
             raise ValueError(f"the checkpoint has {self.began} steps, --{option} is {steps}")
-        head = (self.config.model.get("init_args") or {}).get("head")
+        model_options = self.config.model.get("init_args") or {}
+        head = model_options.get("head")
+        if head in REGISTRY:
+            check_head_options(head, model_options.get("head_options") or {})
         home = Path(line.root, line.model, head or "no_head")
         self.folder = RunFolder(home, line.ckpt_path, line.command == "fit")
         self.config.ckpt_path = None  # how the run began, not where it was resumed

@@ -223,7 +223,6 @@ class _LogProbs(torch.autograd.Function):
 
         # Batched gradients, and those that have a gradient themselves, take plain torch.
         is_last = is_plain(grad) and not torch.is_grad_enabled()
-        out: Tensor | None
         if is_last or torch.compiler.is_compiling():
             out = source.new_empty(source.shape)  # contiguous, unlike empty_like
             if leaf is not None:

@@ -5,6 +5,7 @@ are differentiable any number of times: a derivative of a kernel's gradient goes
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +128,7 @@ def centered(x: Tensor, inside: Tensor) -> Tensor:
 
 def gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor
-) -> list[Tensor | None]:
+) -> list[Any]:
     """The gradients in the inputs that want one, which can be differentiated again."""
     again = torch.is_grad_enabled()
     wanted = [x for x in inputs if x is not None and x.requires_grad]

@@ -199,8 +199,9 @@ def read(path: Path) -> list[Row]:
 def read_metrics(path: Path) -> Options:
     """The numbers that a run has written, by name, and what it says about itself."""
     try:
-        metrics = json.loads(path.read_text(), parse_int=float)
-        return {name: x for name, x in metrics.items() if isinstance(x, float) or name in ABOUT}
+        metrics = json.loads(path.read_text())
+        numbers = {name: float(x) for name, x in metrics.items() if isinstance(x, int | float)}
+        return numbers | {name: metrics[name] for name in ABOUT if name in metrics}
     except (ValueError, AttributeError):
         raise ValueError(f"{path} has no metrics by name") from None
 

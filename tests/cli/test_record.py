@@ -135,6 +135,9 @@ def test_a_record_with_an_option_that_is_not_there_is_one_line(options, capfd):
     capfd.readouterr()
     assert run("--ckpt_path=last", "--max_steps=7") == 2
     assert "'num_latent' is not accepted; did you mean --num_latents?" in one_line(capfd)
+    record.write_text(record.read_text().replace("class_path: catnat.lit", "class: catnat.lit"))
+    assert run("--ckpt_path=last", "--max_steps=7") == 2
+    one_line(capfd)
 
 
 def test_a_resumed_run_learns_at_the_rate_it_is_given(options):

@@ -45,7 +45,7 @@ def test_runs_of_any_kind_are_compared(folders, tmp_path, capsys):
     begins, *others = map(Path, folders)
     (begins / "config.yaml").rename(begins / ".lock")
     (others[0] / "metrics.json").write_text(json.dumps({"test_loss": float("nan")}))
-    (others[1] / "metrics.json").write_text(json.dumps({"test_loss": 2}))
+    (others[1] / "metrics.json").write_text(json.dumps({"test_loss": True}))
     others[1].joinpath("config.yaml").write_bytes(others[0].joinpath("config.yaml").read_bytes())
     assert run_command("compare", folders[:3]) == 0
     assert f"{begins} has not finished" in capsys.readouterr().out
