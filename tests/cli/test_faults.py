@@ -255,7 +255,7 @@ ALONE = ["--devices=1", "--strategy=auto"]
 @pytest.mark.parametrize(
     ("signum", "ranks"),
     [
-        (signal.SIGINT, ()),
+        slow(signal.SIGINT, ()),
         slow(signal.SIGINT, RANKS),
         (signal.SIGTERM, RANKS),
         slow(signal.SIGKILL, RANKS),  # of the second rank

@@ -102,7 +102,7 @@ def test_the_distribution_is_a_pytree(name):
     assert difference(log_prob, their_log_prob) < 2e-6
 
 
-PATHS = [("sigmoid", {}, {}), ("natural", {"tail": 0.05}, {}), ("natural", {}, {"mask": True})]
+PATHS = [slow("sigmoid", {}, {}), ("natural", {"tail": 0.05}, {}), ("natural", {}, {"mask": True})]
 
 
 @pytest.mark.parametrize(("name", "options", "more"), PATHS)

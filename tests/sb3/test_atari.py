@@ -87,7 +87,7 @@ def test_what_cannot_be_made_is_said(arguments, words):
 # -- what both backends promise -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["native", "sb3"])
+@pytest.mark.parametrize("backend", ["native", slow("sb3")])
 def test_the_contract_of_a_vector_environment_whose_layout_policies_take(backend, make):
     num_envs = 2
     env = make("Breakout", num_envs, backend)
@@ -117,7 +117,7 @@ def test_the_contract_of_a_vector_environment_whose_layout_policies_take(backend
 # -- the native backend ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("game", ["Breakout", "MsPacman"])  # whose ghosts flicker
+@pytest.mark.parametrize("game", ["Breakout", slow("MsPacman")])  # whose ghosts flicker
 def test_frames_and_rewards_are_those_of_the_game(game, make, monkeypatch):
     """Against the emulator one frame at a time: skip, gray, maximum of two, resize, stack."""
     monkeypatch.setattr(atari, "_NOOP_MAX", 0)
@@ -148,7 +148,7 @@ def test_frames_and_rewards_are_those_of_the_game(game, make, monkeypatch):
 
 @pytest.mark.parametrize(
     ("game", "noop_max", "frames"),
-    [("Freeway", 3, {0, 1, 2}), ("Breakout", 3, {1, 2})],
+    [slow("Freeway", 3, {0, 1, 2}), ("Breakout", 3, {1, 2})],
 )
 def test_a_reset_plays_fewer_no_ops_than_noop_max_and_fire_in_place_of_the_last(
     game, noop_max, frames, make, monkeypatch
