@@ -64,6 +64,12 @@ def test_a_file_that_is_not_a_plan_is_one_line(text, tmp_path, capsys):
     assert "did you mean small?" in capsys.readouterr().err
 
 
+def test_an_option_of_a_head_with_a_wrong_type_is_refused_before_anything_runs(tmp_path, capsys):
+    plan_path = write(tmp_path, model="gsl", grid={"head_options.amplitude": [3, "wide"]})
+    assert run_command("sweep", [plan_path, f"--results={tmp_path}"]) == 2
+    assert "--amplitude: Expected a float, got wide" in capsys.readouterr().err
+
+
 def test_scales_lie_over_the_plan_and_the_plan_over_its_base_at_that_scale(tmp_path):
     path = tmp_path / "mine.yaml"
     scales = {"small": {"options": {"max_steps": 7}, "grid": {"variant": None}}}
