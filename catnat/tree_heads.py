@@ -66,7 +66,8 @@ class CatnatHead(CategoricalHead):
         K = self.num_categories
         self.num_scores = K - 1
         require("be finite", math.isfinite, center=center)
-        require_choice(("true", "false"), uniform_at_zero=str(uniform_at_zero).lower())
+        flag = str(uniform_at_zero)  # NumPy's booleans, too
+        require_choice(("True", "False"), uniform_at_zero=flag)
         activation = self._make_activation()
         is_own = type(self).log_activation is not CatnatHead.log_activation
         if activation.is_fused and is_own:
@@ -76,7 +77,7 @@ class CatnatHead(CategoricalHead):
         self._cache: dict[tuple[object, torch.device], Any] = {}  # what follows from the options
         self.activation = activation
         self.center = float(center)
-        self.uniform_at_zero = uniform_at_zero
+        self.uniform_at_zero = flag == "True"
         self.order = None if order is None else checked_order(order, K)
         self.tree_id = (K, self.order)
         self._has_paths = type(self).log_probs is CatnatHead.log_probs

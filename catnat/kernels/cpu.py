@@ -82,7 +82,7 @@ def load(level: str) -> ctypes.CDLL:
 
 def _path(level: str) -> str | None:
     spec = importlib.util.find_spec(f"catnat.kernels.{LEVELS[level]}")
-    return None if spec is None else spec.origin
+    return getattr(spec, "origin", None)
 
 
 def call(
