@@ -160,7 +160,7 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def path_of(model: str) -> str:
-    """The path of the class of a model, as it is now: earlier records have another one of PPO."""
+    """The path of the class of a model as it is now: that of PPO differs in earlier records."""
     if model in MODELS:
         return MODELS[model].path
     return model.replace("catnat.cli.rl.", "catnat.sb3.recipes.")

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from catnat.sweeps.sweep import Sweep, plan_parser
 from catnat.sweeps.tables import cells_of
 
-COLORS = {  # of the heads, everywhere; distinguishable by everybody, and in gray
+COLORS = {  # of heads, by their names; distinguishable by everybody, and in gray
     "softmax": "#0072B2",
     "sparsemax": "#E69F00",
     "sigmoid": "#009E73",
