@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 if _TYPE_CHECKING:
     from catnat import estimators, fisher, losses
     from catnat.distributions import HeadCategorical
-    from catnat.flat_heads import SoftmaxHead, SparsemaxHead
-    from catnat.head import CategoricalHead
-    from catnat.heads import head_names, make_head
-    from catnat.mixed_head import MixedHead
-    from catnat.probe import HeadProbe
-    from catnat.tree_heads import CatnatHead, NaturalHead, SigmoidHead
-    from catnat.tree_linear import TreeLinear
+    from catnat.heads.base import CategoricalHead
+    from catnat.heads.flat import SoftmaxHead, SparsemaxHead
+    from catnat.heads.mixed import MixedHead
+    from catnat.heads.probe import HeadProbe
+    from catnat.heads.registry import head_names, make_head
+    from catnat.heads.tree import CatnatHead, NaturalHead, SigmoidHead
+    from catnat.output_layer.tree_linear import TreeLinear
+    from catnat.quantizer import Quantizer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "HeadProbe",
     "MixedHead",
     "NaturalHead",
+    "Quantizer",
     "SigmoidHead",
     "SoftmaxHead",
     "SparsemaxHead",
@@ -43,20 +45,23 @@ __all__ = [
     "losses",
     "make_head",
 ]
-_HOMES = ("heads", "head", "flat_heads", "tree_heads", "distributions", "probe", "tree_linear")
+_SUBMODULES = ("estimators", "fisher", "losses")
+_MODULES = {
+    "HeadCategorical": "distributions",
+    "Quantizer": "quantizer",
+    "TreeLinear": "output_layer.tree_linear",
+}
 
 
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
-    if name in ("estimators", "fisher", "losses"):
+    if name not in __all__:
+        raise AttributeError(f"module 'catnat' has no attribute {name!r}")
+    if name in _SUBMODULES:
         return import_module(f"catnat.{name}")
-    for home in _HOMES if name in __all__ else ():
-        module = import_module(f"catnat.{home}")
-        if hasattr(module, name):
-            value = globals()[name] = getattr(module, name)
-            return value
-    raise AttributeError(f"module 'catnat' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"catnat.{_MODULES.get(name, 'heads')}"), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,31 +1,31 @@
-"""Checks of what users pass in: each raises a ValueError with the name and the value."""
+"""Checks of arguments: each raises a ValueError with the name and the value."""
 
 import difflib
 import math
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 
 def require(rule: str, holds: Callable[[Any], bool], /, **values: object) -> None:
-    """Every value follows the rule: ``holds`` says whether it does; true and false never do."""
+    """Raise a ValueError unless ``holds`` is true for every value; booleans are rejected."""
     for name, value in values.items():
         try:
             is_right = not isinstance(value, bool) and holds(value)
-        except TypeError:  # text, say, where a number is expected
+        except TypeError:  # for example, text where a number is expected
             is_right = False
         if not is_right:
             raise ValueError(f"{name} must {rule}, got {value!r}")
 
 
 def require_positive(**values: float) -> None:
-    """Every value is a finite number > 0."""
+    """Raise a ValueError unless every value is finite and > 0."""
     require("be positive", lambda value: 0 < value < math.inf, **values)
 
 
 def require_at_least(least: float, **values: float) -> None:
-    """Every value is ``least`` or more, and so not NaN.
+    """Raise a ValueError unless every value is at least ``least``; NaN is rejected.
 
     >>> require_at_least(1, num_samples=0)
     Traceback (most recent call last):
@@ -35,13 +35,13 @@ def require_at_least(least: float, **values: float) -> None:
 
 
 def require_within(low: float, high: float, ends: str = "[]", **values: float) -> None:
-    """Every value lies between ``low`` and ``high``.
+    """Raise a ValueError unless every value lies between ``low`` and ``high``.
 
     Args:
-        low: the lower end.
-        high: the upper end.
-        ends: which ends belong to the range, ``"[]"`` both, ``"(]"`` the upper one only, ...
-        values: the values by name.
+        low: lower end.
+        high: upper end.
+        ends: ends that belong to the range, such as ``"[]"`` (both) or ``"(]"`` (the upper one).
+        values: values by name.
 
     >>> require_within(0, 1, "(]", theta=0.0)
     Traceback (most recent call last):
@@ -56,13 +56,19 @@ def require_within(low: float, high: float, ends: str = "[]", **values: float) -
     require(f"lie in {shown}", inside, **values)
 
 
+def require_integer_within(low: int, high: int, **values: int) -> None:
+    """Raise a ValueError unless every value is an integer from ``low`` to ``high``."""
+    require("be an integer", lambda value: hasattr(value, "__index__"), **values)
+    require_within(low, high, "[]", **values)
+
+
 def numbers(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Those of the options with these names whose values are numbers."""
+    """Options with these names whose values are numbers."""
     return {name: options[name] for name in names if isinstance(options.get(name), int | float)}
 
 
 def checked_categories(num_categories: Any) -> int:
-    """The number K of categories of a head, an integer from 2 on."""
+    """Number of categories of a head (K), after checking that it is an integer >= 2."""
     if not hasattr(num_categories, "__index__"):
         raise ValueError(f"num_categories must be an integer, got {num_categories!r}")
     require_at_least(2, num_categories=num_categories)
@@ -70,13 +76,13 @@ def checked_categories(num_categories: Any) -> int:
 
 
 def checked_order(order: Any, num_categories: int) -> tuple[int, ...]:
-    """The leaf of each class, after checking that every leaf occurs once."""
+    """Leaf of each class, after checking that every leaf occurs once."""
     leaves = order.tolist() if hasattr(order, "tolist") else order
     try:
         integers = tuple(map(operator.index, leaves))
     except TypeError:
         integers = ()
-    # Not by sorting, which takes longest where there are a million classes.
+    # Sorting takes longest for a million classes, so this compares sets.
     if len(integers) != num_categories or set(integers) != set(range(num_categories)):
         shown = reprlib.repr(leaves)
         raise ValueError(f"order must be a permutation of 0..{num_categories - 1}, got {shown}")
@@ -84,13 +90,13 @@ def checked_order(order: Any, num_categories: int) -> tuple[int, ...]:
 
 
 def require_tail(tail: float) -> None:
-    """The tail of a natural split is 0, or so large that its steepness is finite in float32."""
+    """Raise a ValueError unless the tail is 0 or its steepness is finite in float32."""
     rule = "be 0 or lie in [1e-30, 0.5)"
     require(rule, lambda value: value == 0 or 1e-30 <= value < 0.5, tail=tail)
 
 
 def require_choice(choices: Iterable[str], **values: str) -> None:
-    """Every value is one of the choices.
+    """Raise a ValueError unless every value is one of the choices.
 
     >>> require_choice(("l1", "fro"), norm="l2")
     Traceback (most recent call last):
@@ -106,7 +112,7 @@ def require_choice(choices: Iterable[str], **values: str) -> None:
 
 
 def require_name(**values: str) -> None:
-    """Every value is a string, which files can hold.
+    """Raise a ValueError unless every value is a string, which can be saved.
 
     >>> require_name(head=3)
     Traceback (most recent call last):
@@ -116,7 +122,7 @@ def require_name(**values: str) -> None:
 
 
 def did_you_mean(value: str, choices: Iterable[str]) -> str:
-    """; did you mean the closest choice? Empty if no choice is close.
+    """Suggest the closest choice; empty if no choice is close.
 
     >>> did_you_mean("naturl", ("softmax", "natural")), did_you_mean("VAE", ("gsl", "vae"))
     ('; did you mean natural?', '; did you mean vae?')
@@ -124,3 +130,18 @@ def did_you_mean(value: str, choices: Iterable[str]) -> str:
     lower = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(value.lower(), list(lower), 1)
     return f"; did you mean {lower[close[0]]}?" if close else ""
+
+
+def plain_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Options as a dictionary of Python's own lists and values, which a checkpoint can hold.
+
+    >>> from collections import UserDict
+    >>> plain_options(UserDict(tail=0.05, order=range(3)))
+    {'tail': 0.05, 'order': [0, 1, 2]}
+    """
+    if options is None:
+        return None
+    return {
+        name: list(x) if isinstance(x, Sequence) and not isinstance(x, str) else x
+        for name, x in options.items()
+    }

@@ -1,18 +1,18 @@
-"""Numerics: the rules of the house, and the functions that keep them.
+"""Numerical conventions and helpers.
 
 - Every finite score of every floating dtype gives finite log-probabilities, probabilities that sum
   to 1, and finite gradients. Where a score or a category is saturated, the gradient is exactly 0.
-  With float16 autocast a steep gradient may overflow, as everywhere: a GradScaler has to see it.
+  With float16 autocast a steep gradient may overflow, so that a GradScaler can see it.
 - An impossible category has probability exactly 0 and the log-probability :data:`LOG_ZERO`, which
   is finite, so that 0 * log 0 = 0.
 - Half precision is computed in float32; matrix products turn autocast off.
-- Floors, ``0 * log 0`` and logarithms of 0 are handled here, and in kernels as here.
-- Code looks at values of a tensor only where that costs nothing, see :func:`can_branch_on`. Where
-  it would wait for a device, wrong values pass on as NaN; they never become a wrong number.
+- This module handles floors, ``0 * log 0`` and logarithms of 0. Kernels follow it.
+- Code reads the values of a tensor only if that does not wait for a device, see
+  :func:`can_branch_on`. Otherwise invalid values become NaN, never a wrong number.
 
 Scores that are not finite follow the same rule in every implementation and dtype:
 
-- A result that depends on a NaN score is NaN: with softmax and sparsemax the whole row, in a tree
+- A result that depends on a NaN score is NaN: the whole row in softmax and sparsemax, and in a tree
   the categories and nodes below the score's node. A NaN score does not count as saturated. On
   the CPU, calling a head raises a ValueError instead, unless validation is turned off.
 - catnat: an infinite score makes one side of its node certain and the other one impossible. Its
@@ -33,14 +33,13 @@ from torch.autograd import forward_ad
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _INSIDE = torch._C
-_FUNCTORCH = torch._C._functorch  # looked up once: every call of a head asks
+_FUNCTORCH = torch._C._functorch  # looked up once, because every call of a head uses it
 LOG_ZERO = -1000.0
 """Log-probability of an impossible category.
 
-It is finite, so that sums, differences and masks stay finite, and so low that ``exp`` of it is
-exactly 0 in every floating dtype. Scores that are not saturated do not get as low: natural and
-sparsemax reach about -40 in float32 and -80 in float64. Only softmax and sigmoid, whose logarithms
-fall linearly, go lower.
+It is finite, so that sums, differences and masks stay finite. ``exp`` of it is exactly 0 in every
+floating dtype. Natural and sparsemax reach about -40 in float32 and -80 in float64 before they
+saturate. Only softmax and sigmoid, whose logarithms fall linearly, reach lower values.
 """
 
 
@@ -52,7 +51,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Arithmetic in the dtypes of the tensors, on the device of ``x``."""
+    """Context that turns autocast off on the device of ``x``."""
     if x.device.type == "meta":  # it has no autocast
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
@@ -65,20 +64,25 @@ def uniform(
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Uniform levels in [0, 1) on the device of ``like``."""
-    # torch.compile cannot trace generator=None once a size of the shape has changed.
+    # torch.compile cannot trace generator=None after a size of the shape has changed.
     source: dict[str, Any] = {} if generator is None else {"generator": generator}
     return torch.rand(tuple(shape), dtype=dtype, device=like.device, **source)
 
 
+def exponential(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Exponential noise above 0 with mean 1, in float64 on the device of ``like``."""
+    return -torch.log1p(-uniform(shape, like, generator)).clamp_max(-(2.0**-60))
+
+
 def largest_score(dtype: torch.dtype) -> float:
-    """Largest size of a log-probability: sums over 10^6 categories, and differences, are finite."""
+    """Largest absolute log-probability; sums over 10^6 categories and differences stay finite."""
     return torch.finfo(dtype).max / 2**24
 
 
 def log_never(dtype: torch.dtype) -> float:
-    """Log-probability of an impossible step on a path: possible steps do not add up to so little.
+    """Log-probability of an impossible step on a path, below every sum of possible steps.
 
-    The sum along a path stays finite, and :func:`floored_sums` makes it :data:`LOG_ZERO`.
+    The sum along a path stays finite, and :func:`floored_sums` replaces it with :data:`LOG_ZERO`.
     """
     return torch.finfo(dtype).min / 2**8
 
@@ -114,7 +118,7 @@ def floored(log_probs: Tensor) -> Tensor:
     """Log-probabilities no lower than -:func:`largest_score`; those at that floor get no gradient.
 
     -inf, the log-probability of an impossible category, becomes :data:`LOG_ZERO`. On the CPU the
-    minimum costs little, and usually shows that no log-probability is as low.
+    minimum is cheap and usually shows that no value needs the floor.
     """
     lowest = -largest_score(log_probs.dtype)
     looked_at = can_branch_on(log_probs) and log_probs.numel() > 0
@@ -127,8 +131,8 @@ def floored(log_probs: Tensor) -> Tensor:
 def exp_of_log_probs(log_probs: Tensor) -> Tensor:
     """``exp`` of log-probabilities in float32 or float64, exactly 0 for impossible categories.
 
-    On the CPU ``exp`` takes fifty times as long where its result underflows, as for impossible
-    categories. They are therefore cut off before, and set to 0 afterwards.
+    On the CPU ``exp`` takes fifty times longer if its result underflows, as it does for impossible
+    categories. They are therefore clamped first and set to 0 afterwards.
     """
     if not can_branch_on(log_probs):
         return log_probs.exp()
@@ -138,7 +142,7 @@ def exp_of_log_probs(log_probs: Tensor) -> Tensor:
 
 
 def common_shape(values: torch.Size, batch: torch.Size) -> torch.Size:
-    """``torch.broadcast_shapes``, but fast where the second shape is the end of the first."""
+    """``torch.broadcast_shapes``, but fast if the first shape ends with the second."""
     if values[len(values) - len(batch) :] == batch:
         return values
     return torch.Size(torch.broadcast_shapes(values, batch))
@@ -147,7 +151,7 @@ def common_shape(values: torch.Size, batch: torch.Size) -> torch.Size:
 def take(x: Tensor, index: Tensor) -> Tensor:
     """Elements of the last dimension, x (*, S) and index (*, H), which broadcast -> (*, H).
 
-    The gradient has the size of x, however many rows of index meet one row of x.
+    The gradient has the size of x, even if many rows of index broadcast with one row of x.
     """
     if x.shape[:-1] == index.shape[:-1]:
         return x.gather(-1, index)
@@ -171,12 +175,12 @@ def is_plain(x: Tensor) -> bool:
 
 
 def can_branch_on(x: Tensor) -> bool:
-    """Whether Python may look at the values of ``x`` without waiting: plain data, on the CPU."""
+    """Whether Python can read the values of ``x`` without waiting: plain data on the CPU."""
     return x.device.type == "cpu" and is_plain(x)
 
 
 def takes_real_tensors(x: Tensor) -> bool:
-    """Whether operations on ``x`` may take real tensors too: fake tensors often refuse them."""
+    """Whether operations on ``x`` accept real tensors, too; fake tensors often reject them."""
     if torch.compiler.is_compiling():
         return True
     mode = torch._guards.detect_fake_mode(x)

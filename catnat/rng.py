@@ -1,7 +1,7 @@
-"""Random states: forked, saved and restored.
+"""Fork, save and restore random states.
 
-They are part of checkpoints, so that a resumed run draws the numbers that the run would have drawn
-without the interruption.
+Checkpoints contain them, so that a resumed run draws the same numbers as a run without
+interruption.
 """
 
 import random
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-State = dict[str, Any]  # what a checkpoint has of something, by name
+State = dict[str, Any]  # values in a checkpoint by name
 
 
 def random_states(device: torch.device) -> list[State]:
-    """The states of the generators of torch, NumPy and Python on each rank, as plain values."""
+    """States of the generators of torch, NumPy and Python on each rank, as plain values."""
     name, keys, *position = np.random.get_state()
     state = {
         "torch": torch.get_rng_state(),
@@ -33,10 +33,9 @@ def random_states(device: torch.device) -> list[State]:
 
 
 def set_random_states(states: list[State], device: torch.device, rank: int = 0) -> None:
-    """Put all generators back to where :func:`random_states` found them.
+    """Restore the states that :func:`random_states` returned.
 
-    A rank that the saved run did not have gets noise of its own, which follows from the state of
-    rank 0.
+    A rank that the saved run did not have gets its own noise, derived from the state of rank 0.
     """
     is_new = rank >= len(states)
     state = states[0 if is_new else rank]
@@ -52,15 +51,15 @@ def set_random_states(states: list[State], device: torch.device, rank: int = 0) 
 
 
 def separate_noise(rank: int) -> None:
-    """Give a rank noise of its own; otherwise equal seeds would mean equal noise."""
+    """Give each rank different noise; with equal seeds all ranks would draw the same numbers."""
     torch.manual_seed((torch.initial_seed() + rank * 0x9E3779B1) % 2**63)
 
 
 @contextmanager
 def forked_random_state(device: torch.device, seed: int) -> Iterator[None]:
-    """Draw from this seed inside the block; the random state outside does not change."""
+    """Seed the generators inside the block and restore their states afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        # Not torch.manual_seed for all: it would also seed a CUDA device that is first used later.
+        # torch.manual_seed would also seed CUDA devices that are first used later.
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             with torch.cuda.device(device):

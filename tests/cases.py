@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from catnat import CategoricalHead, CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
-from catnat.head import REGISTRY
+from catnat.heads.base import REGISTRY
 from catnat.kernels import cpu
 
 slow = partial(pytest.param, marks=pytest.mark.slow)

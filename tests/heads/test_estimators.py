@@ -9,7 +9,7 @@ from cases import both_floats
 from scipy.stats import chisquare
 
 from catnat import make_head
-from catnat.estimators import reinmax, score_function_surrogate, straight_through_gumbel
+from catnat.estimators import gumbel_rao, reinmax, score_function_surrogate, straight_through_gumbel
 
 K = 3
 FLOOR = -1000.0
@@ -195,3 +195,87 @@ def test_the_mean_gradient_of_reinmax_is_that_of_a_quadratic_loss():
     mean = sum(log_p[k].exp().detach() * loss(reinmax(log_p, every[k])) for k in range(2))
     (got,) = torch.autograd.grad(mean, scores)
     assert torch.allclose(got, want, atol=1e-12)
+
+
+# --- Gumbel-Rao ---
+
+
+def test_gumbel_rao_is_the_mean_of_the_relaxations_that_agree_with_the_sample():
+    """Value and gradient for every D, against Gumbel noise of which only what agrees is kept."""
+    log_probs = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log().requires_grad_()
+    weight = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    noise = -torch.empty(400_000, K, dtype=torch.float64).exponential_(generator=generator()).log()
+    perturbed = log_probs + noise
+    relaxed = (perturbed / 0.7).softmax(-1)
+    for category, one_hot in enumerate(torch.eye(K, dtype=torch.float64)):
+        agrees = perturbed.argmax(-1) == category
+        want_mean = relaxed[agrees].mean(0)
+        (want,) = torch.autograd.grad(want_mean @ weight, log_probs, retain_graph=True)
+        drawn = gumbel_rao(log_probs, one_hot, 0.7, 200_000, generator(1))
+        assert torch.equal(drawn, one_hot)
+        (got,) = torch.autograd.grad(drawn @ weight, log_probs)
+        torch.testing.assert_close(got, want, rtol=0, atol=8e-3)
+
+
+@pytest.mark.parametrize("name", ["softmax", "sparsemax", "sigmoid", "natural"])
+def test_gumbel_rao_has_the_mean_of_gumbel_and_less_variance(name):
+    head = make_head(name, 5)
+    scores = torch.randn(head.num_scores, dtype=torch.float64, generator=generator())
+    scores = scores.expand(60_000, -1).clone().requires_grad_()
+    matrix = torch.randn(5, 5, dtype=torch.float64, generator=generator(1))
+    gradients = {}
+    for estimator, options in {"gumbel": {}, "gumbel-rao": {"num_draws": 8}}.items():
+        z = head(scores).rsample(
+            estimator=estimator, temperature=0.5, generator=generator(2), **options
+        )
+        (gradients[estimator],) = torch.autograd.grad((z @ matrix).square().sum(), scores)
+    gumbel, rao = gradients.values()
+    error = ((gumbel.var(0) + rao.var(0)) / len(scores)).sqrt()
+    assert ((gumbel.mean(0) - rao.mean(0)).abs() < 4 * error + 1e-12).all()
+    assert rao.var(0).sum() < 0.8 * gumbel.var(0).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1.0, 1e30])
+def test_gumbel_rao_stays_finite_and_never_draws_what_is_impossible(dtype, temperature):
+    mask = torch.tensor([True, False, True, True, False, True])
+    for name in ("softmax", "sparsemax", "sigmoid", "natural"):
+        head = make_head(name, 6)
+        scores = (50 * torch.randn(200, head.num_scores, generator=generator())).to(dtype)
+        scores.requires_grad_()
+        z = head(scores, mask=mask).rsample(estimator="gumbel-rao", temperature=temperature)
+        assert z.dtype == torch.promote_types(dtype, torch.float32)
+        assert set(z.unique().tolist()) == {0.0, 1.0} and not z[:, ~mask].any()
+        (gradient,) = torch.autograd.grad((z * torch.arange(6.0)).sum(), scores)
+        assert gradient.isfinite().all()
+
+
+def test_impossible_categories_get_no_gradient_of_gumbel_rao():
+    log_probs = torch.tensor([0.0, FLOOR, -200.0], requires_grad=True)
+    one_hot = torch.tensor([1.0, 0.0, 0.0])
+    z = gumbel_rao(log_probs, one_hot, 1e4, 64)
+    (gradient,) = torch.autograd.grad(z[1] + 2 * z[2], log_probs)
+    assert gradient[1] == 0 and gradient[2] > 0, "a possible one has a share at this temperature"
+
+
+def test_gumbel_rao_under_vmap_draws_different_noise_for_every_model():
+    head = make_head("sigmoid", 4)
+    scores = torch.zeros(2, 100, 3, requires_grad=True)
+
+    def loss(scores):
+        z = head(scores).rsample(estimator="gumbel-rao", temperature=torch.tensor(0.5))
+        return (z * torch.arange(1.0, 5.0)).square().sum()
+
+    losses = torch.func.vmap(loss, randomness="different")(scores)
+    (gradient,) = torch.autograd.grad(losses.sum(), scores)
+    assert losses[0] != losses[1] and (gradient[0] != gradient[1]).any(-1).all()
+
+
+def test_gumbel_rao_refuses_what_it_cannot_use():
+    q = make_head("sigmoid", 4)(torch.zeros(3))
+    for options, message in (
+        ({"num_draws": 0}, "num_draws must be at least 1, got 0"),
+        ({"temperature": 0.0}, r"temperature must be positive, got 0\.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            q.rsample(estimator="gumbel-rao", **options)

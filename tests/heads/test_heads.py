@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from torch.func import jacrev, vmap
 
 from catnat import CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
-from catnat.head import ALIASES, REGISTRY
+from catnat.heads.base import ALIASES, REGISTRY
 
 # ------------------------------------------------------------------------ names and options
 
@@ -44,14 +44,14 @@ def test_names_and_aliases():
     [
         ("softmx", 4, {}, "unknown head 'softmx'; did you mean softmax. choose from softmax"),
         *(("natural", K, {}, f"num_categories must .* got {K!r}") for K in (1, True, 2.0, "4")),
-        ("softmax", 4, {"center": 1.0}, "'softmax' has no option 'center'; its options: mix"),
+        ("softmax", 4, {"center": 1.0}, "'softmax' has no option 'center'; choose from mix"),
         ("natural", 4, {"amplitude": -1.0}, "amplitude must .*, got -1"),
         ("natural", 4, {"center": math.nan}, "center must .*, got nan"),
         ("natural", 4, {"tail": 0.5}, r"tail must be 0 or lie in \[1e-30, 0.5\), got 0.5"),
         ("natural", 5, {"order": [0, 0, 1, 2, 3]}, r"order must be a permutation of 0\.\.4, got "),
         ("softmax", 4, {"mix": 1.0}, "mix must lie in .* got 1"),
-        (make_head("natural", 4), 5, {}, "head has 4 categories, 5 are needed"),
-        (make_head("natural", 4), 4, {"center": 1.0}, "given with a finished head"),
+        (make_head("natural", 4), 5, {}, "head must have 5 categories, got 4"),
+        (make_head("natural", 4), 4, {"center": 1.0}, "cannot be set on the existing head"),
     ],
 )
 def test_wrong_options_are_named_with_the_choices(name, K, options, said):
@@ -94,7 +94,7 @@ def test_the_inverse_refuses_what_is_not_a_probability_vector(name, mix):
     head = make_head(name, 3, mix=mix)
     for bad in ([-0.2, 0.7, 0.5], [0.2, 0.3, 0.4]):
         rows = torch.tensor([[0.2, 0.3, 0.5], bad])
-        with pytest.raises(ValueError, match="sum to 1, got a row with the lowest"):
+        with pytest.raises(ValueError, match="sum to 1, got a row with minimum"):
             head.inverse(rows)
         # Where values are not looked at, the scores are NaN.
         scores = torch.func.vmap(head.inverse)(rows)

@@ -18,14 +18,16 @@ SIDES = ("lit_modules", "datamodules", "callbacks")  # links make them packages 
 WALKED = ("catnat", *SIDES, "benchmarks", "examples", "docs", "paper")
 
 # The rooms of the house, and the rooms that each may import from.
-TORCHLESS = {"catnat.checks", "catnat.natural"}
-LIBRARY = {"catnat", *TORCHLESS, "catnat.sb3", "catnat.jax"}
-CATNAT = LIBRARY | {f"catnat.{side}" for side in SIDES} | {"catnat.cli"}
+TORCHLESS = {"catnat.checks", "catnat.heads.natural"}
+LIBRARY = {"catnat", *TORCHLESS, "catnat.sb3", "catnat.jax", "catnat.integrations"}
+CATNAT = LIBRARY | {f"catnat.{side}" for side in SIDES} | {"catnat.cli", "catnat.sb3.train"}
 KNOWS = {
     "catnat": {"catnat", *TORCHLESS},
     **{room: set() for room in TORCHLESS},
     "catnat.sb3": {"catnat", *TORCHLESS, "catnat.sb3"},
+    "catnat.sb3.train": {*LIBRARY, "catnat.callbacks", "catnat.datamodules"},  # a whole run
     "catnat.jax": {*TORCHLESS, "catnat.jax"},  # which works without torch
+    "catnat.integrations": {"catnat", *TORCHLESS, "catnat.integrations"},
     **{f"catnat.{side}": {*LIBRARY, f"catnat.{side}"} for side in SIDES},
     "catnat.cli": {*CATNAT, "catnat.sweeps"},  # the command dispatches to both
     "catnat.sweeps": {*CATNAT, "catnat.sweeps"},
@@ -43,13 +45,16 @@ GUESTS = {
     "catnat": {"torch"},
     **{room: set() for room in TORCHLESS},
     "catnat.metrics": {"torch", "torchmetrics"},
+    "catnat.lightning_compat": {"torch", "lightning"},
     "catnat.graphs": {"torch", "torch_geometric"},
     "catnat.rng": {"torch", "numpy"},
     "catnat.kernels": {"torch", "triton"},
     "catnat.sb3": SB3,
     "catnat.sb3.policies": {*SB3, "sb3_contrib"},
+    "catnat.sb3.train": SB3,
     "catnat.sb3.recipes": {*SB3, "jsonargparse"},  # they say what options are
     "catnat.jax": {"jax", "numpy"},
+    "catnat.integrations.transformers": {"torch", "transformers"},
 }
 
 
@@ -131,12 +136,12 @@ def test_every_folder_with_source_is_walked():
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
     files = [line for line in tracked.stdout.splitlines() if (ROOT / line).exists()]
     tops = {line.split("/")[0] for line in files}
-    assert tops <= {*WALKED, "tests", "train.py", "setup.py"}
+    assert tops <= {*WALKED, "tests", "conftest.py", "train.py", "setup.py"}
 
 
 def test_no_two_modules_import_each_other():
     paths = {name: path for name, path in modules(ROOT).items() if not name.endswith("__init__")}
-    assert {"catnat.flat_heads", "catnat.callbacks.images", "train"} <= paths.keys()
+    assert {"catnat.heads.flat", "catnat.callbacks.images", "train"} <= paths.keys()
     graph = {}
     for module, path in paths.items():
         names = [name for _, name in imports(path, for_types=False)]
@@ -148,11 +153,11 @@ def test_no_two_modules_import_each_other():
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("catnat/heads.py", "import lightning"),
-        ("catnat/heads.py", "def f():\n    import numpy as np"),
-        ("catnat/heads.py", "from .tree import levels"),
+        ("catnat/heads/registry.py", "import lightning"),
+        ("catnat/heads/registry.py", "def f():\n    import numpy as np"),
+        ("catnat/heads/registry.py", "from .tree import levels"),
         ("catnat/__init__.py", "from catnat.sb3 import HeadActorCriticPolicy"),
-        ("catnat/probe.py", "import importlib\nimportlib.import_module('catnat.cli')"),
+        ("catnat/heads/probe.py", "import importlib\nimportlib.import_module('catnat.cli')"),
         ("catnat/sb3/masks.py", "import sb3_contrib"),
         ("catnat/jax/flat_heads.py", "import torch"),
         ("lit_modules/vae.py", "from catnat.datamodules import MNISTDataModule"),
@@ -215,15 +220,29 @@ import catnat.callbacks, catnat.datamodules, catnat.lit_modules
 assert callbacks.FisherMonitor is catnat.callbacks.FisherMonitor
 assert datamodules.MNISTDataModule is catnat.datamodules.MNISTDataModule
 assert lit_modules.DiscreteVAE is catnat.lit_modules.DiscreteVAE
-for name in ("callbacks.checkpoints", "datamodules.mnist", "lit_modules.vae"):
-    try:
-        __import__(name)
-    except ImportError:
-        continue
-    raise AssertionError(f"a second {name}")
+
+from callbacks.checkpoints import LastCheckpoint
+from datamodules.atari import make_atari_vec_env
+from lit_modules.vae import DiscreteVAE
+import callbacks.files, lit_modules.networks, pickle
+import catnat.callbacks.files, catnat.lit_modules.networks, catnat.datamodules.atari
+
+assert LastCheckpoint is catnat.callbacks.LastCheckpoint
+assert make_atari_vec_env is catnat.datamodules.atari.make_atari_vec_env
+assert DiscreteVAE is catnat.lit_modules.DiscreteVAE
+assert callbacks.files is catnat.callbacks.files
+assert lit_modules.networks is catnat.lit_modules.networks
+assert lit_modules.networks.__spec__.name == "catnat.lit_modules.networks"
+assert pickle.loads(pickle.dumps(DiscreteVAE)) is DiscreteVAE
+try:
+    import lit_modules.nothing
+except ModuleNotFoundError as error:
+    assert str(error) == "No module named 'lit_modules.nothing'", error
+else:
+    raise AssertionError("lit_modules.nothing is found")
 """
 
 
 @one_server
-def test_a_bare_name_gives_the_same_class_or_an_import_error():
+def test_a_bare_name_gives_the_same_modules_and_classes():
     check_fresh("-c", ONE_IDENTITY)

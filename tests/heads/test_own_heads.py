@@ -5,8 +5,8 @@ import torch
 from cases import HEADS, Sharp
 
 from catnat import make_head
+from catnat.heads.mixed import MixedHead
 from catnat.losses import HeadNLL
-from catnat.mixed_head import MixedHead
 
 
 class Tempered(Sharp):

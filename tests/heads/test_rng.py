@@ -54,7 +54,7 @@ def test_ranks_that_were_there_go_on():
         assert torch.rand(4).tolist() == draws(states, 4)[rank]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_a_forked_state_of_a_gpu_is_that_of_manual_seed():
     for device in (torch.device("cuda"), torch.device("cuda", 0)):
         before = torch.cuda.get_rng_state(device)

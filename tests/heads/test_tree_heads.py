@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from catnat import CatnatHead, NaturalHead, SigmoidHead, make_head
-from catnat.activations import CustomActivation
+from catnat.heads.activations import CustomActivation
 from catnat.kernels import cpu, reference
 from catnat.numerics import LOG_ZERO, largest_score
 

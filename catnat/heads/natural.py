@@ -1,22 +1,22 @@
-"""The numbers of natural's split, which torch and JAX have in common."""
+"""Constants of the natural split, shared by torch and JAX."""
 
 import math
 from dataclasses import dataclass
 
 DEFAULT_TAIL = 0.05
-"""Tail of natural where its name alone is given for a likelihood of labels."""
+"""Default tail of natural in a likelihood of labels."""
 
 
 @dataclass(frozen=True)
 class NaturalNumbers:
-    """The numbers of a split that moves between the edges C - A/2 and C + A/2 of its score.
+    """Constants of a split that moves between the edges C - A/2 and C + A/2 of its score.
 
-    The distance d to the nearer edge decides: the rarer bit has probability sin^2(pi d / (2A)), and
-    in the tail an exponential; see :class:`~catnat.activations.NaturalActivation`.
+    At the distance d to the nearer edge the rarer bit has probability sin^2(pi d / (2A)), and an
+    exponential one in the tail; see :class:`~catnat.heads.activations.NaturalActivation`.
 
     Args:
-        amplitude: A, the width of the region in which a moves; with a tail it moves beyond.
-        tail: probability of the rarer bit at which the tail begins, 0 for none.
+        amplitude: width of the region in which a moves (A); with a tail it also moves beyond.
+        tail: probability of the rarer bit at which the tail begins; 0 for no tail.
     """
 
     amplitude: float = 2 * math.pi
@@ -29,7 +29,7 @@ class NaturalNumbers:
 
     @property
     def joint(self) -> float:
-        """d_t, the distance from the edge at which the tail begins; 0 without a tail."""
+        """d_t, the distance from the edge where the tail begins; 0 without a tail."""
         return 2 * math.asin(math.sqrt(self.tail)) / self.rate
 
     @property

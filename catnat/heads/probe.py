@@ -1,4 +1,4 @@
-"""HeadProbe: the latest scores of every head of a model."""
+"""HeadProbe: observes the latest scores of every head in a model."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,17 +7,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from catnat.distributions import HeadCategorical
-from catnat.head import CategoricalHead
+from catnat.heads.base import CategoricalHead
 
 
 class HeadProbe:
     """Keeps the scores of the latest call of every :class:`CategoricalHead` inside a module.
 
-    The probe observes through forward hooks and changes nothing. It copies the scores, because they
-    may be parameters, which an update changes in place. Only calls of the head itself
-    (``head(scores)``) are seen, not ``head.log_probs``. With a mask, the probe keeps the scores
-    ``head.masked(scores, mask)``, which the distribution stands for. A head inside another head,
-    such as :class:`~catnat.mixed_head.MixedHead` has one, is part of that head. Attach the probe
+    The probe uses forward hooks and does not change the module. It copies the scores, because an
+    update may change them in place. It sees calls of the head itself (``head(scores)``), but not of
+    ``head.log_probs``. With a mask it keeps ``head.masked(scores, mask)``. A head inside another
+    head, as in :class:`~catnat.heads.mixed.MixedHead`, is part of the outer head. Attach the probe
     before the first call of a compiled model: a hook registered later never fires. Iterating over
     the probe raises an error if no head was called.
 
@@ -46,7 +45,7 @@ class HeadProbe:
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> "HeadProbe":
-        """Start to observe, and forget earlier scores; returns the probe."""
+        """Start observing, discard earlier scores and return the probe."""
         if not self._handles:
             self.scores = {}
             self._handles = [
@@ -56,7 +55,7 @@ class HeadProbe:
         return self
 
     def detach(self) -> None:
-        """Stop observing; the scores stay."""
+        """Stop observing and keep the scores."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -1,22 +1,22 @@
-r"""a(s): how a score divides the probability of its node between the two children.
+r"""Activations a(s), which divide the probability of a node between its two children.
 
-The paper's parameterization is a tree of binary splits. The score s of a node gives a(s), the
-probability of bit 1; bit 0 has 1 - a(s). With the center C of the node and x = s - C,
+The paper's parameterization is a tree of binary splits. A node with score s gives bit 1 the
+probability a(s) and bit 0 the probability 1 - a(s). With the center C of the node and x = s - C,
 
 - sigmoid: a = 1 / (1 + exp(-x));
 - natural: a = (1 + sin(pi x / A)) / 2 = sin^2(pi/4 + pi x / (2A)) for |x| <= A/2; a = 0 below and
   a = 1 above. With a tail, the probability of the rarer bit continues as an exponential instead.
 
-It is given by the logarithms log(1 - a) and log a, and by the Fisher information of the node,
-(a')^2 / (a (1 - a)): a (1 - a) for sigmoid, and for natural (pi/A)^2, the same for every score
-before the tail.
+An activation computes the logarithms log(1 - a) and log a, and the Fisher information of the node,
+(a')^2 / (a (1 - a)): a (1 - a) for sigmoid, and for natural (pi/A)^2 for every score before the
+tail.
 
-Sigmoid and natural come first, then :class:`CustomActivation` makes an activation of any increasing
-function. All are plain differentiable torch; the fused kernels of :mod:`catnat.kernels` hold the
-formulas of sigmoid and natural again. ``node_constants`` makes the constants of all nodes, (R, S),
-from their centers, (S,) in float64. The other methods get scores (*, S) and these constants in the
-dtype and on the device of the scores, None where every C is 0. ``is_fused`` says that the kernels
-know the formula, and that a(0) is exactly 1/2.
+All activations are plain differentiable torch. The fused kernels of :mod:`catnat.kernels` and
+:mod:`catnat.jax` implement sigmoid and natural again, and are tested against this module: the
+kernels also compute slopes, in float32 and without autograd. ``node_constants`` computes the
+constants of all nodes, (R, S), from their centers, (S,) in float64. The other methods take scores
+(*, S) and these constants in the dtype and on the device of the scores; None if every C is 0.
+``is_fused`` is true if the kernels implement the formula; a(0) is then exactly 1/2.
 """
 
 import math
@@ -27,16 +27,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from catnat.natural import NaturalNumbers
+from catnat.heads.natural import NaturalNumbers
+from catnat.heads.nodes import Sides
 from catnat.numerics import largest_score, log_never, safe_log
-from catnat.tree import Sides
 
 
 class _OfCenters:
-    """An activation that needs no more of a node than its center."""
+    """An activation whose only constant of a node is its center."""
 
     def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
-        """The centers C themselves, (1, S)."""
+        """Centers C, (1, S)."""
         return center[None].to(dtype)
 
 
@@ -44,19 +44,19 @@ class _OfCenters:
 class SigmoidActivation(_OfCenters):
     """a(s) = 1 / (1 + exp(-x)), x = s - C.
 
-    Scores beyond :func:`~catnat.numerics.largest_score` count as that score, with slope 0.
+    Scores beyond :func:`~catnat.numerics.largest_score` are clamped to it, with slope 0.
     """
 
     is_fused = True
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
-        """x = log(right / left); far out, but finite, where left or right is 0."""
+        """x = log(right / left); large but finite if left or right is 0."""
         return _floored_log(right) - _floored_log(left)
 
     def log_activation(self, scores: Tensor, constants: Tensor | None) -> Sides:
         """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
         x, _ = _centered(scores, constants)
-        # Up to the threshold softplus is log1p(exp(x)): small values keep their relative accuracy.
+        # Below the threshold softplus is log1p(exp(x)), which keeps small values accurate.
         left = -F.softplus(x, threshold=50)
         right = -F.softplus(-x, threshold=50)
         return _impossible_at_infinity(left, right, scores)
@@ -70,11 +70,11 @@ class SigmoidActivation(_OfCenters):
 class NaturalActivation(NaturalNumbers):
     r"""a(s) = sin^2(phi), phi = pi/4 + pi (s - C) / (2A), clamped to [0, pi/2].
 
-    The methods compute with the distance d of s to the *nearer* one of the edges C - A/2 and
-    C + A/2. With theta = pi d / (2A) in [0, pi/4], the likelier bit has probability cos^2(theta)
-    and the other bit sin^2(theta): phi itself would lose all accuracy near an edge, where
-    log sin^2(theta) is steep. For the same reason an edge is stored as a sum of two numbers, so
-    that d is accurate right up to the edge.
+    The methods use the distance d from s to the *nearer* of the edges C - A/2 and C + A/2. With
+    theta = pi d / (2A) in [0, pi/4], the likelier bit has probability cos^2(theta) and the other
+    bit sin^2(theta). Computing with phi would be inaccurate near an edge, where log sin^2(theta) is
+    steep. An edge is stored as a sum of two numbers for the same reason, so that d is accurate up
+    to the edge.
 
     With a tail, a follows these formulas up to the *joint*, the distance d_t from the edge
     with sin^2(pi d_t / (2A)) = tail. Nearer to the edge and beyond it the rarer bit has probability
@@ -83,8 +83,8 @@ class NaturalActivation(NaturalNumbers):
     :func:`~catnat.numerics.largest_score`, and the information is r^2 p / (1 - p).
 
     Args:
-        amplitude: A, the width of the region in which a moves; with a tail it moves beyond.
-        tail: probability of the rarer bit at which the tail begins, 0 for none.
+        amplitude: width of the region in which a moves (A); with a tail it also moves beyond.
+        tail: probability of the rarer bit at which the tail begins; 0 for no tail.
     """
 
     is_fused = True
@@ -107,9 +107,9 @@ class NaturalActivation(NaturalNumbers):
         return high, half - high
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
-        """x = (2A/pi) (phi - pi/4), tan^2(phi) = right / left; an edge where one of them is 0.
+        """x = (2A/pi) (phi - pi/4), tan^2(phi) = right / left; an edge if one of them is 0.
 
-        In the tail x is logarithmic; far out, but finite, where left or right is 0.
+        In the tail x is logarithmic, and large but finite if left or right is 0.
         """
         phi = torch.atan2(torch.sqrt(right), torch.sqrt(left))
         total = left + right
@@ -127,13 +127,13 @@ class NaturalActivation(NaturalNumbers):
         edges = (high, low, -high, -low) if constants is None else constants
         above = (edges[0] - scores) + edges[1]
         below = (scores - edges[2]) - edges[3]
-        upper = above < below  # not torch.minimum: its gradient at a tie (s = C) would vanish
+        upper = above < below  # torch.minimum has no gradient at a tie (s = C)
         return torch.where(upper, above, below), upper
 
     def log_activation(self, scores: Tensor, constants: Tensor | None) -> Sides:
         """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one."""
         distance, upper = self.distance(scores, constants)
-        outside = distance <= self.joint  # on an edge or beyond it, or in the tail
+        outside = distance <= self.joint  # on or beyond an edge, or in the tail
         theta = distance * (self.rate / 2)
         theta = torch.where(theta < 1e-30, 1e-30, theta)  # steep, but finite; keeps NaN
         sine = torch.sin(torch.where(outside, 1.0, theta))
@@ -161,7 +161,7 @@ class NaturalActivation(NaturalNumbers):
         return information
 
     def _tail_log(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """log p of the rarer bit in the tail, and where it was cut off at the largest score."""
+        """log p of the rarer bit in the tail, and where it was clamped to the largest score."""
         bound = largest_score(distance.dtype)
         log_p = self.log_at_edge + self.steepness * distance.clamp_max(self.joint)
         beyond = log_p < -bound
@@ -170,12 +170,12 @@ class NaturalActivation(NaturalNumbers):
 
 @dataclass(frozen=True)
 class CustomActivation(_OfCenters):
-    """An activation given by its function x -> log(1 - a(x)), log a(x) alone, with a increasing.
+    """An activation defined by a function x -> log(1 - a(x)), log a(x), with a increasing.
 
-    Scores beyond :func:`~catnat.numerics.largest_score` count as that score, with slope 0.
+    Scores beyond :func:`~catnat.numerics.largest_score` are clamped to it, with slope 0.
 
     Args:
-        function: differentiable, elementwise; its parameters, if it has any, get gradients.
+        function: differentiable elementwise function; its parameters get gradients.
     """
 
     is_fused = False
@@ -183,7 +183,7 @@ class CustomActivation(_OfCenters):
     function: Callable[[Tensor], Sides]
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
-        """x by search, |x| <= 1e6; an end of this range where left or right is 0.
+        """x found by search in |x| <= 1e6; an end of this range if left or right is 0.
 
         The result has a gradient in the parameters of the function.
         """
@@ -192,14 +192,14 @@ class CustomActivation(_OfCenters):
             x = self._search(target)
             step = 1e-4 * (1 + x.abs())
             slope = (self._log_odds(x + step) - self._log_odds(x - step)) / (2 * step)
-        # One step of Newton's method hardly moves x, and has the gradient of the inverse function.
+        # One Newton step hardly changes x and has the gradient of the inverse function.
         newton = (self._log_odds(x) - target) / torch.where(slope > 0, slope, 1.0)
         return torch.where((slope > 0) & (newton.abs() <= step), x - newton, x)
 
     def _search(self, target: Tensor) -> Tensor:
-        """x where log a - log(1 - a) is the target, to 1e-15 of 1 + |x|.
+        """x at which log a - log(1 - a) is the target, accurate to 1e-15 of 1 + |x|.
 
-        Every round cuts the interval of t = arsinh(x) that holds the solution into equal parts.
+        Every round divides the interval of t = arsinh(x) with the solution into equal parts.
         """
         points = max(2, min(32, 4096 // max(1, int(target.numel()))))  # parts of the interval
         low = torch.full_like(target, -math.asinh(1e6))
@@ -217,7 +217,7 @@ class CustomActivation(_OfCenters):
         return above - below
 
     def log_activation(self, scores: Tensor, constants: Tensor | None) -> Sides:
-        """The function itself; an infinite score makes one side certain."""
+        """Value of the function; an infinite score makes one side certain."""
         infinite = scores.isinf()
         x, _ = _centered(scores, constants)
         logs = self.function(torch.where(infinite, 0.0, x))
@@ -236,7 +236,7 @@ Activation = SigmoidActivation | NaturalActivation | CustomActivation
 
 
 def kernel_numbers(activation: Activation) -> dict[str, float]:
-    """What the fused kernels, in float32, are told of an activation; sigmoid has the first alone.
+    """Constants of an activation for the fused kernels in float32.
 
     ``NATURAL`` is 0 for sigmoid, 1 for natural and 2 for natural with a tail.
     """
@@ -255,7 +255,7 @@ def kernel_numbers(activation: Activation) -> dict[str, float]:
 
 
 def _centered(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x = s - C, cut off at the largest score on both sides, and where it was cut off."""
+    """x = s - C, clamped to the largest score on both sides, and where it was clamped."""
     bound = largest_score(scores.dtype)
     x = scores if constants is None else scores - constants[0]
     beyond = x.abs() > bound
@@ -263,17 +263,17 @@ def _centered(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]
 
 
 def _impossible_at_infinity(left: Tensor, right: Tensor, scores: Tensor) -> Sides:
-    """The two logarithms, ``log_never`` for the side that an infinite score leaves empty."""
+    """The two logarithms, with ``log_never`` for the side that an infinite score excludes."""
     never = log_never(left.dtype)
     left = left.masked_fill(scores == torch.inf, never)
     return left, right.masked_fill(scores == -torch.inf, never)
 
 
 def _floored_log(x: Tensor) -> Tensor:
-    """log x; where x = 0 a finite number, so low that exp of it is 0."""
+    """log x, and a finite number with exp = 0 where x = 0."""
     return safe_log(x, math.log(torch.finfo(x.dtype).smallest_normal) * 1.25)
 
 
 def _sinh(t: Tensor) -> Tensor:
-    """``torch.sinh``, written out because ONNX does not have it in float64."""
+    """``torch.sinh`` by ``exp``, because ONNX lacks it in float64."""
     return (torch.exp(t) - torch.exp(-t)) / 2

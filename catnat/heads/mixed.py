@@ -1,4 +1,4 @@
-"""MixedHead: any head, with a little of the uniform distribution mixed in."""
+"""MixedHead: a mixture of any head and the uniform distribution."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch.func import jacrev
 from torch.nn.functional import softplus
 
 from catnat.checks import require_within
-from catnat.head import CategoricalHead
+from catnat.heads.base import CategoricalHead
 from catnat.numerics import can_branch_on, without_autocast
 
 
@@ -16,12 +16,12 @@ class MixedHead(CategoricalHead):
     r"""q = (1 - mix) p + mix / n over the n allowed categories, with p from the inner head.
 
     Without a mask all K categories are allowed, and every probability is at least mix / K. Mixing
-    makes the Fisher matrix dense, that of a tree as well, and all methods take O(K):
+    makes the Fisher matrix dense, also for a tree, and all methods take O(K):
 
     .. math:: G = (1 - mix)^2 J^T diag(1 / q) J, \qquad J = dp / ds
 
     Args:
-        inner: the head that gives p; its scores are the scores of this head.
+        inner: head that computes p; its scores are the scores of this head.
         mix: share of the uniform distribution, between 0 and 1.
 
     >>> from catnat import make_head
@@ -43,7 +43,7 @@ class MixedHead(CategoricalHead):
         inner = self.inner._finite_log_probs(scores)
         allowed = self.allowed(scores)
         uniform = math.log(self.mix) - allowed.sum(-1, keepdim=True).to(inner.dtype).log()
-        # Not logaddexp: its second derivative is NaN where one of the two is far below the other.
+        # The second derivative of logaddexp is NaN if one term is far below the other.
         share = inner + math.log1p(-self.mix)
         excess = share - uniform
         larger = excess > 0
@@ -54,8 +54,8 @@ class MixedHead(CategoricalHead):
     def inverse(self, probs: Tensor) -> Tensor:
         """Scores for which the inner head gives p = (q - mix / K) / (1 - mix).
 
-        What is below mix / K is out of reach and a ValueError; NaN where looking at the values
-        would wait for a device.
+        A probability below mix / K raises a ValueError; it becomes NaN if reading the values would
+        wait for a device.
         """
         q = self._checked_probs(probs)
         share = self.mix / self.num_categories
@@ -80,11 +80,11 @@ class MixedHead(CategoricalHead):
         return self._fisher_root(scores).square().sum(-2)
 
     def saturated(self, scores: Tensor) -> Tensor:
-        """As in the inner head: mixing gives no score a gradient."""
+        """Saturated scores of the inner head: mixing gives them no gradient."""
         return self.inner.saturated(scores)
 
     def allowed(self, scores: Tensor) -> Tensor:
-        """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
+        """Recover the mask from :meth:`masked` scores, (*, S) -> (*, K) bool."""
         return self.inner.allowed(scores)
 
     def _masked(self, scores: Tensor, mask: Tensor, before: Tensor | None) -> Tensor:
@@ -98,11 +98,11 @@ class MixedHead(CategoricalHead):
         def probs_of_all_rows(scores: Tensor) -> Tensor:
             return self.inner.probs(scores).reshape(-1, self.num_categories).sum(0)
 
-        # Rows are independent: a derivative of the sum over rows is that of one row.
+        # Rows are independent, so the derivative of the sum over rows is that of each row.
         jacobian = jacrev(probs_of_all_rows)(scores)  # (K, *, S)
         scale = (1 - self.mix) * torch.where(q <= 0, torch.inf, q).rsqrt()
         return scale[..., None] * jacobian.movedim(0, -2)
 
     def extra_repr(self) -> str:
-        """What ``print(head)`` shows."""
+        """Sizes and options shown by ``print(head)``."""
         return f"{super().extra_repr()}, mix={self.mix:g}"

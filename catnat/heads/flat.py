@@ -1,9 +1,9 @@
-"""Softmax and sparsemax, the heads with one score per category."""
+"""Softmax and sparsemax: the heads with one score for each category."""
 
 import torch
 from torch import Tensor
 
-from catnat.head import CategoricalHead
+from catnat.heads.base import CategoricalHead
 from catnat.kernels.dispatch import softmax_log_probs, sparsemax_log_probs
 from catnat.kernels.reference import centered
 from catnat.numerics import LOG_ZERO, safe_log, without_autocast
@@ -12,7 +12,8 @@ from catnat.numerics import LOG_ZERO, safe_log, without_autocast
 class SoftmaxHead(CategoricalHead, name="softmax"):
     r"""p_k = exp(s_k) / sum_j exp(s_j), S = K.
 
-    Its Fisher matrix diag(p) - p p^T is dense and singular: shifting all scores changes nothing.
+    Its Fisher matrix diag(p) - p p^T is dense and singular: adding a constant to all scores does
+    not change p.
 
     >>> SoftmaxHead(3).probs(torch.zeros(3))
     tensor([0.3333, 0.3333, 0.3333])
@@ -34,7 +35,7 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """p (1 - p)."""
         p = self.probs(scores)
-        top = p.argmax(-1, keepdim=True)  # 1 - p loses accuracy for the largest p only
+        top = p.argmax(-1, keepdim=True)  # 1 - p is inaccurate only for the largest p
         remainder = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)
         return p * (1 - p).scatter(-1, top, remainder)
 
@@ -48,14 +49,14 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
     def _from_products(products: Tensor) -> Tensor:
         """G from p p^T or its mean; the diagonal makes every row sum to 0.
 
-        The formula p - p^2 for the diagonal would lose accuracy where p is near 1.
+        The formula p - p^2 for the diagonal is inaccurate where p is near 1.
         """
         diagonal = torch.eye(products.shape[-1], dtype=torch.bool, device=products.device)
         off = products.masked_fill(diagonal, 0.0)
         return torch.diag_embed(off.sum(-1)) - off
 
     def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
-        """By Sherman and Morrison's formula, in O(K)."""
+        """Computed by the Sherman-Morrison formula in O(K)."""
         p = self.probs(scores)
         if damping == 0:
             possible = ~(p <= 0)
@@ -69,10 +70,10 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
 
 
 class SparsemaxHead(CategoricalHead, name="sparsemax"):
-    r"""p = the point of the simplex nearest to the scores, S = K; sets many p_k to exactly 0.
+    r"""p is the point of the simplex nearest to the scores, S = K; many p_k are exactly 0.
 
-    An impossible category gets no gradient. Where log-ratios of probabilities matter (PPO), mix
-    in a little of the uniform distribution.
+    An impossible category gets no gradient. If log-ratios of probabilities matter, as in PPO, mix
+    in a small share of the uniform distribution.
 
     >>> SparsemaxHead(3).probs(torch.tensor([0.5, 0.3, -2.0]))
     tensor([0.6000, 0.4000, 0.0000])
@@ -88,7 +89,7 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         p = p / p.sum(-1, keepdim=True)
         K = self.num_categories
         eps = torch.finfo(probs.dtype).eps
-        # The rounding errors of the input and of the projection.
+        # rounding errors of the input and of the projection
         below = -K * (eps + K * torch.finfo(torch.float64).eps)
         return torch.where(p <= 0, below, p).to(probs.dtype)
 
@@ -104,7 +105,7 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         return q + 2 * half
 
     def _mean_fisher(self, scores: Tensor) -> Tensor:
-        """As :meth:`fisher`, in O(B K^2) time and O(K^2) memory."""
+        """Mean of :meth:`fisher` in O(B K^2) time and O(K^2) memory."""
         q, support, half = self._parts(scores)
         with without_autocast(q):
             product = half.mT @ support / q.shape[-2]
@@ -121,7 +122,7 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         They make G = diag(q) - (q u^T + u q^T) / n + u u^T sum(q) / n^2 = diag(q) + h u^T + u h^T.
         """
         log_p = self.log_probs(scores)  # LOG_ZERO, or above -80
-        support = (log_p - LOG_ZERO).clamp(0, 1)  # on a CPU faster than by comparing; NaN stays NaN
+        support = (log_p - LOG_ZERO).clamp(0, 1)  # faster on a CPU than a comparison; NaN stays NaN
         q = support * log_p.clamp_min(-80).neg().exp()
         n = support.sum(-1, keepdim=True)
         half = (support * (q.sum(-1, keepdim=True) / (2 * n)) - q) / n

@@ -4,16 +4,16 @@ import inspect
 from typing import Any
 
 from catnat.checks import require_choice, require_within
-from catnat.flat_heads import SoftmaxHead, SparsemaxHead
-from catnat.head import ALIASES, REGISTRY, CategoricalHead
-from catnat.mixed_head import MixedHead
-from catnat.tree_heads import NaturalHead, SigmoidHead
+from catnat.heads.base import ALIASES, REGISTRY, CategoricalHead
+from catnat.heads.flat import SoftmaxHead, SparsemaxHead
+from catnat.heads.mixed import MixedHead
+from catnat.heads.tree import NaturalHead, SigmoidHead
 
 _BUILT_IN = (SoftmaxHead.name, SparsemaxHead.name, SigmoidHead.name, NaturalHead.name)
 
 
 def head_names() -> tuple[str, ...]:
-    """Names of all registered heads: the four of the paper, then others in order of definition.
+    """Names of all registered heads: the paper's four, then all others in order of definition.
 
     >>> from catnat import head_names
     >>> head_names()[:4]
@@ -25,13 +25,13 @@ def head_names() -> tuple[str, ...]:
 def make_head(
     head: str | CategoricalHead, num_categories: int, mix: float = 0.0, **options: Any
 ) -> CategoricalHead:
-    """Build a head by its name, or check that a finished head has the right number of categories.
+    """Build a head by name, or check the number of categories of an existing head.
 
     Args:
         head: a name from :func:`head_names`, an alias such as ``"catnat-natural"``, or a head.
-        num_categories: K >= 2.
-        mix: share of the uniform distribution in the head's, for any head, in [0, 1). Above 0 the
-            head is a :class:`~catnat.mixed_head.MixedHead`.
+        num_categories: number of categories (K), at least 2.
+        mix: share of the uniform distribution in [0, 1), for any head. Above 0 the result is a
+            :class:`~catnat.heads.mixed.MixedHead`.
         options: options of the named head, such as ``amplitude`` for natural.
 
     >>> from catnat import make_head
@@ -41,10 +41,12 @@ def make_head(
     require_within(0, 1, "[)", mix=mix)
     if isinstance(head, CategoricalHead):
         if options:
-            raise ValueError(f"options {sorted(options)} given with a finished head {head!r}")
+            raise ValueError(
+                f"options {sorted(options)} cannot be set on the existing head {head!r}"
+            )
         if head.num_categories != num_categories:
             got = head.num_categories
-            raise ValueError(f"head has {got} categories, {num_categories} are needed")
+            raise ValueError(f"head must have {num_categories} categories, got {got}")
     else:
         name = ALIASES.get(head, head)
         require_choice(head_names(), head=name)
@@ -54,6 +56,6 @@ def make_head(
         unknown = sorted(set(options) - set(names))
         if unknown and not takes_any:
             choices = ", ".join([*names, "mix"])
-            raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
+            raise ValueError(f"head {head!r} has no option {unknown[0]!r}; choose from {choices}")
         head = REGISTRY[name](num_categories, **options)
     return MixedHead(head, mix) if mix else head

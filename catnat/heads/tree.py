@@ -8,9 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catnat.activations import Activation, CustomActivation, NaturalActivation, SigmoidActivation
 from catnat.checks import checked_order, require, require_choice, require_tail, require_within
-from catnat.head import CategoricalHead
+from catnat.distributions import SEARCH_FROM
+from catnat.heads.activations import (
+    Activation,
+    CustomActivation,
+    NaturalActivation,
+    SigmoidActivation,
+)
+from catnat.heads.base import CategoricalHead
+from catnat.heads.nodes import Sides, path_sums, subtree_sums
+from catnat.heads.search import SearchTree, best_leaves, draw_leaves
 from catnat.kernels.dispatch import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
 from catnat.numerics import (
@@ -21,9 +29,9 @@ from catnat.numerics import (
     takes_real_tensors,
     uniform,
 )
-from catnat.tree import Sides, path_sums, subtree_sums
 
-_TABLE_LIMIT = 1024  # largest K whose centers under masks are looked up
+_TABLE_LIMIT = 1024  # largest K whose centers under masks come from a table
+_WALK_FROM = 2**18  # number of scores; below it, noise for every category is faster
 _OPTIONS = ("activation", "center", "uniform_at_zero", "order", "amplitude", "tail")
 
 
@@ -31,27 +39,25 @@ class CatnatHead(CategoricalHead):
     r"""A head with a diagonal Fisher matrix: a tree of binary splits, with S = K - 1 scores.
 
     Class k with bits b_1..b_H has p_k = prod_h a_h^{b_h} (1 - a_h)^{1 - b_h}. The Fisher matrix is
-    diagonal: G_ii = P(node i) a'^2 / (a (1 - a)) (the paper's Theorem). K need not be a power of
-    two: the tree is then a complete one, see :mod:`catnat.tree`. :meth:`log_prob` and
-    :meth:`sample` look at the O(log K) nodes of a path alone, and so does the distribution that
-    the head returns, until all log-probabilities are asked for.
+    diagonal: G_ii = P(node i) a'^2 / (a (1 - a)) (the paper's Theorem). If K is not a power of two,
+    the tree is a complete one, see :mod:`catnat.heads.nodes`. :meth:`log_prob` and :meth:`sample`
+    compute only the O(log K) nodes of a path. The distribution that the head returns does so, too,
+    until all log-probabilities are used.
 
-    A subclass overrides :meth:`log_activation`, which says how a score splits its node; all else is
-    derived from it. ``log_activation`` may use parameters of the subclass, and anything else that
-    changes: the centers are computed at every call. The built-in heads have an
-    :class:`~catnat.activations.Activation` with more closed forms instead, for which there are
-    fused kernels.
+    A subclass overrides :meth:`log_activation`, which defines how a score splits its node.
+    ``log_activation`` may use parameters of the subclass and other values that change, because the
+    centers are computed at every call. The built-in heads have an
+    :class:`~catnat.heads.activations.Activation` with more closed forms and fused kernels instead.
 
     Args:
-        num_categories: K, at least 2.
-        center: the paper's C, added to every node's center. Cannot change later.
-        uniform_at_zero: give each node a center such that zero scores give the uniform distribution
-            for every K; otherwise they do only if K is a power of two. Cannot change later.
-        order: the leaf of every class, a permutation of 0..K-1; None: class k is leaf k. Classes
-            whose leaves are neighbours share most of their path. Cannot change later.
+        num_categories: number of categories (K), at least 2. center: the paper's C, added to every
+        node's center. It cannot change later. uniform_at_zero: give each node a center with which
+        zero scores give the uniform distribution
+            for every K; otherwise they do so only if K is a power of two. It cannot change later.
+        order: leaf of every class, a permutation of 0..K-1; None: class k is leaf k. Classes on
+            neighboring leaves share most of their path. It cannot change later.
     """
 
-    fisher_is_diagonal = True
     activation: Activation
     order: tuple[int, ...] | None
 
@@ -66,7 +72,7 @@ class CatnatHead(CategoricalHead):
         K = self.num_categories
         self.num_scores = K - 1
         require("be finite", math.isfinite, center=center)
-        flag = str(uniform_at_zero)  # NumPy's booleans, too
+        flag = str(uniform_at_zero)  # accepts NumPy's booleans, too
         require_choice(("True", "False"), uniform_at_zero=flag)
         activation = self._make_activation()
         is_own = type(self).log_activation is not CatnatHead.log_activation
@@ -74,27 +80,27 @@ class CatnatHead(CategoricalHead):
             raise TypeError(
                 f"{type(self).__name__} overrides log_activation: subclass CatnatHead for it"
             )
-        self._cache: dict[tuple[object, torch.device], Any] = {}  # what follows from the options
+        self._cache: dict[tuple[object, torch.device], Any] = {}  # tensors derived from the options
         self.activation = activation
         self.center = float(center)
         self.uniform_at_zero = flag == "True"
         self.order = None if order is None else checked_order(order, K)
         self.tree_id = (K, self.order)
         self._has_paths = type(self).log_probs is CatnatHead.log_probs
-        # A log_activation of one's own may change before the distribution asks for it.
+        # A custom log_activation may change before the distribution uses it.
         self._is_lazy = self._has_paths and activation.is_fused
         is_even = K & (K - 1) == 0 or not self.uniform_at_zero
         self._is_centered = activation.is_fused and self.center == 0 and is_even
         self._fill_cache()
 
     def _fill_cache(self) -> None:
-        """Derive from the options what the default device needs, before anything is traced."""
+        """Compute tensors for the default device before the head is traced."""
         self._ordering(torch.empty(0))
         for dtype in (torch.float32, torch.float64) if self.activation.is_fused else ():
             self.constants(torch.empty(0, dtype=dtype))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the cache: ``torch.load`` may move tensors to another device."""
+        """State without the cache, because ``torch.load`` may move tensors to another device."""
         return {**vars(self), "_cache": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -106,7 +112,7 @@ class CatnatHead(CategoricalHead):
         return CustomActivation(self.log_activation)
 
     def log_activation(self, x: Tensor) -> Sides:
-        """log(1 - a(x)) and log a(x) for x = s - C: differentiable, with a increasing in x."""
+        """log(1 - a(x)) and log a(x) for x = s - C, where a is differentiable and increasing."""
         raise NotImplementedError(f"{type(self).__name__} must override log_activation")
 
     def log_probs(self, scores: Tensor) -> Tensor:
@@ -116,18 +122,18 @@ class CatnatHead(CategoricalHead):
         return arranged(log_probs, self._ordering(scores)[0])
 
     def _masked(self, scores: Tensor, mask: Tensor, before: Tensor | None) -> Tensor:
-        """A split with one empty side goes to the other; a node without leaves is never reached.
+        """Make a split with one empty side certain; a node without leaves is never reached.
 
-        So the Fisher matrix stays diagonal: the information of a certain split is 0, and so is
-        P(node) of a node that is never reached. With ``uniform_at_zero`` the other nodes get the
+        The Fisher matrix therefore stays diagonal: a certain split has no information, and a node
+        that is never reached has P(node) = 0. With ``uniform_at_zero`` the other nodes get the
         centers at which zero scores give the uniform distribution over the allowed categories. The
-        centers of the whole tree would favour categories whose neighbours are forbidden.
+        centers of the whole tree would favor categories whose neighbors are forbidden.
         """
         leaves = self._subtree_sums(mask.to(scores.dtype))
         if self.uniform_at_zero:
             if before is None:
                 old_leaves = self._cached(scores, "numbers of leaves", self._make_leaves)
-            else:  # scores that were masked before have moved already
+            else:  # an earlier mask has moved the scores already
                 old_leaves = self._subtree_sums(before.to(scores.dtype))
             scores = scores + self._shift(leaves, old_leaves).to(scores.dtype)
         has_left, has_right = (number > 0 for number in leaves)
@@ -135,7 +141,7 @@ class CatnatHead(CategoricalHead):
         return torch.where(has_left & has_right, scores, one_sided.to(scores.dtype))
 
     def _shift(self, leaves: Sides, old_leaves: Sides) -> Tensor:
-        """Change of the centers when numbers of allowed leaves change; exactly 0 if they do not."""
+        """Change of the centers if the numbers of allowed leaves change; otherwise exactly 0."""
         if self.activation.is_fused and self.num_categories <= _TABLE_LIMIT:
             table = self._cached(leaves[0], "table", self._make_table)
             index, old_index = (
@@ -149,7 +155,7 @@ class CatnatHead(CategoricalHead):
         return torch.where(unchanged, 0.0, shift)
 
     def _make_table(self, device: torch.device) -> Tensor:
-        """x at which a node divides its leaves evenly, by their numbers on the two sides."""
+        """x at which a node divides its leaves evenly, for all numbers of leaves on both sides."""
         most = 2 ** (self.num_scores.bit_length() - 1)
         numbers = torch.arange(most + 1, device=device, dtype=torch.float32)
         return self._at_share(_shares(numbers[:, None], numbers))
@@ -160,7 +166,7 @@ class CatnatHead(CategoricalHead):
         return subtree_sums(ones)
 
     def allowed(self, scores: Tensor) -> Tensor:
-        """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
+        """Recover the mask from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
         scores = self._checked(scores)
         blocked = path_sums(scores == torch.inf, scores == -torch.inf)[1]
         return arranged(~blocked, self._ordering(scores)[0])
@@ -172,7 +178,7 @@ class CatnatHead(CategoricalHead):
         return tree_log_prob(scores, self._leaf_of(value), self.activation, self.constants(scores))
 
     def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each."""
+        """Log-probabilities of the taken and the other branches on the paths, (*, H) each."""
         leaf = self._leaf_of(value)
         taken, other = tree_path_logs(scores, leaf, self.activation, self.constants(scores))
         return floored_sums(taken), floored_sums(other)
@@ -190,6 +196,40 @@ class CatnatHead(CategoricalHead):
             raise ValueError("there is no category to sample where a score is nan")
         return looked_up(leaf, self._ordering(leaf)[1])
 
+    def path_topk(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """:meth:`topk` of checked scores, by search if that is faster than all categories."""
+        few = 16 * k <= self.num_categories and self.num_categories > SEARCH_FROM
+        if not (self._has_paths and few and is_plain(scores)):
+            return super().path_topk(scores, k)
+        with torch.no_grad():
+            tree, rows = self._search_tree(scores.detach())
+            leaves = best_leaves(tree, rows, k)[1].view(*scores.shape[:-1], k)
+            classes = looked_up(leaves, self._ordering(leaves)[1])
+        values = self.path_log_prob(scores, classes.movedim(-1, 0)).movedim(0, -1)
+        ranked = values.sort(dim=-1, descending=True, stable=True)  # rounding differs
+        return ranked.values, classes.gather(-1, ranked.indices)
+
+    def path_sample_without_replacement(
+        self, scores: Tensor, k: int, generator: torch.Generator | None
+    ) -> Tensor:
+        """The categories of :meth:`sample_without_replacement`, from checked scores."""
+        if not self._has_paths or scores.numel() < _WALK_FROM:
+            return super().path_sample_without_replacement(scores, k, generator)
+        with torch.no_grad():
+            tree, rows = self._search_tree(scores)
+            leaves, perturbed = draw_leaves(tree, rows, k, generator)
+        if can_branch_on(perturbed) and bool(perturbed.isnan().any()):
+            raise ValueError("there is no category to sample where a score is nan")
+        leaves = torch.where(perturbed.isnan(), -1, leaves)
+        classes = looked_up(leaves, self._ordering(leaves)[1])
+        return classes.T.reshape(k, *scores.shape[:-1])
+
+    def _search_tree(self, scores: Tensor) -> tuple[SearchTree, Tensor]:
+        """Search tree of these scores, (*, S), and the indices of all rows."""
+        flat = scores.reshape(-1, self.num_scores)
+        tree = SearchTree(flat, self.num_categories, self.activation, self.constants(scores))
+        return tree, torch.arange(len(flat), device=scores.device)
+
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
         scores = self._checked(scores)
@@ -197,30 +237,59 @@ class CatnatHead(CategoricalHead):
         return exp_of_log_probs(path_sums(*logs)[0])
 
     def information(self, scores: Tensor) -> Tensor:
-        """Fisher information a'^2 / (a (1 - a)) of each split alone, (*, S) -> (*, S)."""
+        """Fisher information a'^2 / (a (1 - a)) of each split, (*, S) -> (*, S)."""
         scores = self._checked(scores)
         return self.activation.information(scores, self.constants(scores))
 
     def inverse(self, probs: Tensor) -> Tensor:
-        """The score of every node from the probabilities of its two subtrees; 0 if both are 0.
+        """Score of every node from the probabilities of its two subtrees; 0 if both are 0.
 
-        If one of the two is 0, the nearest representable score.
+        If one of them is 0, the result is the nearest representable score.
         """
         left, right = self._subtree_sums(self._checked_probs(probs))
-        reached = ~(left + right <= 0)  # NaN passes
+        reached = ~(left + right <= 0)  # keeps NaN
         scores = self.activation.inverse(left, right) + self._centers(probs)
         scores = torch.where(reached, scores, 0.0).to(probs.dtype)
-        # The next number: rounding may leave the score of a certain split just inside an edge.
+        # The next number, because rounding may leave the score of a certain split inside an edge.
         outward = torch.where(left <= 0, torch.inf, -torch.inf).to(scores.dtype)
         is_certain = (left <= 0) ^ (right <= 0)
         return torch.where(is_certain, torch.nextafter(scores, outward), scores)
 
+    @property
+    def fisher_is_diagonal(self) -> bool:
+        """Whether each split depends on the score of its node alone, as the theorem requires.
+
+        A ``log_activation`` of a subclass is tried out once.
+        """
+        return self.activation.is_fused or self._cached(
+            torch.empty(0), "is split by split", self._is_split_by_split
+        )
+
+    @torch.no_grad()
+    def _is_split_by_split(self, _: torch.device) -> bool:
+        """Whether log_activation at a node does not change with the scores of the other nodes."""
+        device = next((p.device for p in self.parameters()), torch.device("cpu"))
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(self.num_scores, dtype=torch.float64, generator=generator).to(device)
+        before = torch.stack(self.log_activation(x))
+        is_normalized = torch.allclose(before.exp().sum(0), torch.ones_like(x), atol=1e-5)
+        moves = torch.arange(self.num_scores, device=device) % 2 == 0
+        for moved in (moves, ~moves):
+            after = torch.stack(self.log_activation(torch.where(moved, x + 0.5, x)))
+            if not torch.allclose(before[:, ~moved], after[:, ~moved], rtol=1e-9, atol=1e-12):
+                return False
+        return is_normalized
+
     def fisher(self, scores: Tensor) -> Tensor:
-        """The diagonal matrix of :meth:`fisher_diagonal`."""
+        """Diagonal matrix of :meth:`fisher_diagonal`."""
+        if not self.fisher_is_diagonal:
+            return self._differentiated_fisher(scores)
         return torch.diag_embed(self.fisher_diagonal(scores))
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """P(node) a'^2 / (a (1 - a)) (the paper's Theorem), (*, S) -> (*, S) in O(S)."""
+        if not self.fisher_is_diagonal:
+            return super().fisher_diagonal(scores)
         scores = self._checked(scores)
         fused = tree_fisher(scores, self.activation, self.constants(scores))
         if fused is not None:
@@ -228,22 +297,26 @@ class CatnatHead(CategoricalHead):
         return self.node_probs(scores) * self.information(scores)
 
     def _mean_fisher(self, scores: Tensor) -> Tensor:
+        if not self.fisher_is_diagonal:
+            return super()._mean_fisher(scores)
         return torch.diag_embed(self.fisher_diagonal(scores).mean(-2))
 
     def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
         """grad / (G_ii + damping) in O(S)."""
+        if not self.fisher_is_diagonal:
+            return super()._natural_gradient(scores, grad, damping)
         divisor = self.fisher_diagonal(scores) + damping
         return torch.where(divisor == 0, 0.0, grad / divisor)
 
     def extra_repr(self) -> str:
-        """What ``print(head)`` shows."""
+        """Sizes and options shown by ``print(head)``."""
         options = f"center={self.center}, uniform_at_zero={self.uniform_at_zero}"
         if self.order is not None:
             options += f", order={reprlib.repr(self.order)}"
         return f"{super().extra_repr()}, {options}"
 
     def _leaf_of(self, value: Tensor) -> Tensor:
-        """The leaf of every class, int64; a value that is not a class is returned unchanged."""
+        """Leaf of every class, int64; a value that is not a class is returned unchanged."""
         return looked_up(value, self._ordering(value)[0])
 
     def _subtree_sums(self, x: Tensor) -> Sides:
@@ -251,7 +324,7 @@ class CatnatHead(CategoricalHead):
         return subtree_sums(arranged(x, self._ordering(x)[1]))
 
     def _ordering(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Leaves of the classes and classes of the leaves, on the device of x."""
+        """Leaf of each class and class of each leaf, on the device of x."""
         if self.order is None:
             return None, None
 
@@ -272,12 +345,12 @@ class CatnatHead(CategoricalHead):
         def make(_: torch.device) -> Tensor:
             return self.activation.node_constants(self._centers(scores), scores.dtype)
 
-        if not self.activation.is_fused:  # what log_activation depends on may have changed
+        if not self.activation.is_fused:  # parameters of log_activation may have changed
             return make(scores.device)
         return self._cached(scores, scores.dtype, make)
 
     def _centers(self, like: Tensor) -> Tensor:
-        """The center C of every node, (S,) in float64."""
+        """Center C of every node, (S,) in float64."""
         if not self.uniform_at_zero:
             return torch.full(
                 (self.num_scores,), self.center, dtype=torch.float64, device=like.device
@@ -291,10 +364,10 @@ class CatnatHead(CategoricalHead):
             return _shares(*self._make_leaves(device)).unique(return_inverse=True)
 
         shares, index = self._cached(like, "shares", make)
-        return self.center - self._at_share(shares)[index]  # a search, for a few shares alone
+        return self.center - self._at_share(shares)[index]  # searches only the few different shares
 
     def _is_elementwise(self, like: Tensor) -> bool:
-        """Whether log_activation takes any number of nodes; not if it has a parameter for each."""
+        """Whether log_activation accepts any number of nodes, without a parameter for each."""
         x = torch.zeros(self.num_scores + 2, dtype=torch.float64, device=like.device)
         try:
             return self.log_activation(x)[0].shape == x.shape
@@ -307,7 +380,7 @@ class CatnatHead(CategoricalHead):
         return torch.where(shares == 0.5, 0.0, x) if self.activation.is_fused else x
 
     def _cached(self, x: Tensor, key: object, make: Callable[[torch.device], Any]) -> Any:
-        """What ``make`` derives from the options, kept for each device unless x is being traced."""
+        """Result of ``make``, cached for each device unless x is being traced."""
         device_key = (key, x.device)
         if not is_plain(x) and not (device_key in self._cache and takes_real_tensors(x)):
             return make(x.device)
@@ -317,7 +390,7 @@ class CatnatHead(CategoricalHead):
         return self._cache[device_key]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, but not an option again: constants depend on the options."""
+        """Set an attribute; options cannot change, because cached constants depend on them."""
         if name in _OPTIONS and name in vars(self):
             raise AttributeError(
                 f"{name} of a {type(self).__name__} cannot change; "
@@ -342,17 +415,17 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
 
     Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary). Beyond the edges
     |s - C| = A/2 a score has no gradient, and its rarer side has probability 0. With a ``tail`` the
-    split is the same until the rarer side has that probability, and continues as an exponential: no
-    score is without gradient, no probability is 0, and the Fisher matrix stays diagonal.
+    split continues as an exponential where the rarer side has that probability: every score has a
+    gradient, no probability is 0, and the Fisher matrix stays diagonal.
 
     Args:
         num_categories: K, at least 2.
-        amplitude: A, the width of the region in which the split moves; 2 pi gives the sigmoid's
-            slope at 0.
-        center: C.
+        amplitude: width of the region in which the split moves (A); 2 pi gives the slope of the
+            sigmoid at 0.
+        center: the paper's C.
         uniform_at_zero: as in :class:`CatnatHead`.
         tail: probability of the rarer side at which the tail begins, 0 (no tail, the paper's head)
-            or 1e-30 <= tail < 1/2; see :class:`~catnat.activations.NaturalActivation`.
+            or 1e-30 <= tail < 1/2; see :class:`~catnat.heads.activations.NaturalActivation`.
         order: as in :class:`CatnatHead`.
 
     >>> NaturalHead(4).fisher(torch.zeros(3))
@@ -372,7 +445,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         tail: float = 0.0,
         order: Sequence[int] | Tensor | None = None,
     ) -> None:
-        require_within(1e-15, 1e15, amplitude=amplitude)  # float32 has no room for others
+        require_within(1e-15, 1e15, amplitude=amplitude)  # range of float32
         require_tail(tail)
         self.amplitude = float(amplitude)
         self.tail = float(tail)
@@ -382,12 +455,12 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         return NaturalActivation(self.amplitude, self.tail)
 
     def extra_repr(self) -> str:
-        """What ``print(head)`` shows."""
+        """Sizes and options shown by ``print(head)``."""
         tail = f", tail={self.tail}" if self.tail else ""
         return f"{super().extra_repr()}, amplitude={self.amplitude}{tail}"
 
     def saturated(self, scores: Tensor) -> Tensor:
-        """Scores on or beyond the edges; none with a tail."""
+        """Scores on or beyond the edges; with a tail there are none."""
         scores = self._checked(scores)
         distance, _ = self.activation.distance(scores, self.constants(scores))
         return (distance <= 0) & (self.tail == 0)
@@ -396,20 +469,20 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
 def _shares(left: Tensor, right: Tensor) -> Tensor:
     """Share of the allowed leaves below each node that are below its bit-1 child, in float64.
 
-    1/2 where the mask decides. Computed on the device of the mask: a captured step cannot copy
-    from the host.
+    It is 1/2 where the mask decides. It is computed on the device of the mask, because a captured
+    step cannot copy from the host.
     """
     is_open = (left > 0) & (right > 0)
     return torch.where(is_open, right.double() / (left + right), 0.5)
 
 
 def arranged(x: Tensor, order: Tensor | None) -> Tensor:
-    """The entries of x in another order, (*, K) -> (*, K)."""
+    """Reorder the entries of x, (*, K) -> (*, K)."""
     return x if order is None else x.index_select(-1, order)
 
 
 def looked_up(index: Tensor, table: Tensor | None) -> Tensor:
-    """Entries of a table; an index outside it stays as it is."""
+    """Entries of a table; an index outside it is returned unchanged."""
     if table is None:
         return index
     valid = (index >= 0) & (index < table.shape[0])

@@ -5,7 +5,7 @@ leaf: bit 1 takes probability a(s) of a node with score s, bit 0 takes 1 - a(s),
 
     p_k = prod_h a_h^{b_h} (1 - a_h)^{1 - b_h}
 
-over the nodes on the way (the paper's category probability). For K = 2^H, b_1..b_H is k in binary.
+over the nodes on the path (the paper's category probability). For K = 2^H, b_1..b_H is k in binary.
 Nodes are numbered breadth first: the node at level h that is reached by the prefix b_1..b_{h-1}
 has the score with index 2^{h-1} - 1 + int(prefix).
 
@@ -15,16 +15,16 @@ For any other K the tree is the complete one with heap numbers, which is the sam
 - internal nodes are 1..K-1, and node j has the score with index j - 1;
 - leaves are K..2K-1, and category k is leaf K + k.
 
-If K is not a power of two, the leaves have different depths, and a = 1/2 at every node is not the
-uniform distribution. Each node therefore has a center C such that zero scores give the uniform
-distribution (an option of the heads turns this off): a is then the share of its leaves that lie
+If K is not a power of two, the leaves have different depths, and a = 1/2 at every node does not
+give the uniform distribution. Each node therefore has a center C with which zero scores give the
+uniform distribution (an option of the heads turns this off): a is then the share of its leaves
 below its bit-1 child.
 
 Example, K = 5: node 1 has the children 2 and 3, node 2 the children 4 and 5, node 3 the leaves 6
 and 7, node 4 the leaves 8 and 9; leaves 5, 6, 7, 8, 9 are the categories 0, 1, 2, 3, 4.
 
-The functions are plain differentiable torch, and so work under ``torch.func`` and
-``torch.compile``; :mod:`catnat.kernels` has faster ones.
+The functions are plain differentiable torch and work under ``torch.func`` and ``torch.compile``;
+:mod:`catnat.kernels` has faster versions.
 """
 
 from collections.abc import Callable, Iterator
@@ -101,8 +101,9 @@ def leaf_paths(leaf: Tensor, num_categories: int) -> tuple[Tensor, Tensor, Tenso
     """The nodes above each leaf, from the leaf up, (*) -> (*, H) each.
 
     Returns:
-        Index of the node's score; whether the path goes right there; whether there is a node: a
-        leaf of the upper level has one less above it. A leaf that does not exist counts as leaf 0.
+        Index of the node's score; whether the path takes the bit-1 child; whether the node exists,
+        because a leaf of the upper level has one node less above it. An invalid leaf counts as
+        leaf 0.
 
     >>> nodes, bits, inside = leaf_paths(torch.tensor(3), 5)
     >>> nodes.tolist(), bits.tolist(), inside.tolist()
@@ -120,14 +121,14 @@ def walk_down(
     start: Tensor,
     goes_right: Callable[[Tensor, int], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """One leaf for each walk from the root, (*) int64; -1 where a score on the way was NaN.
+    """One leaf for each walk from the root, (*) int64; -1 if a score on the path was NaN.
 
     Args:
         num_categories: K.
         start: any tensor with the shape (*) and the device of the walks.
-        goes_right: from the indices of the nodes' scores, (*), and the level, 0 at the root:
-            whether each walk goes right, and whether it is lost because of a NaN. Walks that have
-            ended before the last level ask for node 0, and their answer does not count.
+        goes_right: function of the indices of the nodes' scores, (*), and the level, 0 at the root.
+            It returns whether each walk takes the bit-1 child, and whether the score is NaN. Walks
+            that have ended before the last level pass node 0, and their result is ignored.
     """
     heap = torch.ones_like(start, dtype=torch.int64)
     lost = torch.zeros_like(start, dtype=torch.bool)
