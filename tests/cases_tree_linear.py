@@ -17,4 +17,4 @@ def by_linear_and_head(layer, hidden):
     if layer.shortlist is not None:
         block = layer.shortlist(hidden).log_softmax(-1)
         places = torch.cat((block[..., :-1], places + block[..., -1:]), -1)
-    return places if layer.order is None else places[..., layer.order]
+    return places[..., layer.order]

@@ -1,7 +1,7 @@
 """The C kernels of ``cpu.c``, called through ctypes: CPU, float32.
 
-They are compiled when the package is installed. Where there is no compiler, or the kernels cannot
-be loaded, plain torch takes their place: the same numbers, several times slower.
+The installation compiles them. Without a compiler, or if the kernels cannot be loaded, catnat falls
+back to plain torch, which gives the same numbers several times slower.
 """
 
 import ctypes
@@ -12,16 +12,16 @@ import warnings
 import torch
 from torch import Tensor
 
-from catnat.activations import Activation, NaturalActivation, kernel_numbers
+from catnat.heads.activations import Activation, NaturalActivation, kernel_numbers
 
 PARALLEL = 1 << 18
-"""Number of scores from which on a C kernel uses as many threads as torch."""
+"""Smallest number of scores for which a C kernel uses as many threads as torch."""
 LEVELS = {"AVX512": "_cpu_avx512", "AVX2": "_cpu_avx2", "DEFAULT": "_cpu"}
-"""Libraries of the C kernels by what torch calls the processor's instructions, best first."""
+"""Libraries of the C kernels by torch's name of the instruction set, best first."""
 
 
 class _Activation(ctypes.Structure):
-    """The struct ``activation`` of ``cpu.c``: what :func:`kernel_numbers` has, in its order."""
+    """The struct ``activation`` of ``cpu.c``: the :func:`kernel_numbers` in their order."""
 
     _fields_ = (
         ("kind", ctypes.c_int),
@@ -33,7 +33,7 @@ class _Activation(ctypes.Structure):
 
 
 class _Job(ctypes.Structure):
-    """The struct ``job`` of ``cpu.c``: what a kernel reads, and where it writes."""
+    """The struct ``job`` of ``cpu.c``: inputs and outputs of a kernel."""
 
     _fields_ = (
         *(
@@ -48,13 +48,16 @@ class _Job(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they were not built or cannot be loaded."""
+    """Compiled kernels, or None if unavailable."""
     for level in levels():
         try:
             return load(level)
-        except (OSError, AttributeError) as error:  # built for another machine, or older
+        except (
+            OSError,
+            AttributeError,
+        ) as error:  # built for another machine or from another cpu.c
             warnings.warn(
-                f"the C kernels cannot be loaded, others take their place: {error}",
+                f"the C kernels cannot be loaded, falling back to PyTorch: {error}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -62,9 +65,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def levels() -> list[str]:
-    """The keys of :data:`LEVELS` that were built and that this processor runs, best first.
+    """Keys of :data:`LEVELS` that were built and that this processor supports, best first.
 
-    torch's own environment variable ATEN_CPU_CAPABILITY chooses lower ones.
+    torch's environment variable ATEN_CPU_CAPABILITY selects lower ones.
     """
     best = torch.backends.cpu.get_cpu_capability()
     names = list(LEVELS)
@@ -73,7 +76,7 @@ def levels() -> list[str]:
 
 
 def load(level: str) -> ctypes.CDLL:
-    """The kernels of one of the :func:`levels`."""
+    """Kernels of one of the :func:`levels`."""
     lib = ctypes.CDLL(_path(level))
     if lib.catnat_size_of_job() != ctypes.sizeof(_Job):
         raise OSError(f"{lib._name} was built from another cpu.c")
@@ -91,25 +94,25 @@ def call(
     constants: Tensor | None,
     tensors: dict[str, Tensor],
 ) -> None:
-    """Call a C kernel by the name under which ``cpu.c`` exports it.
+    """Call a C kernel.
 
     Args:
-        name: of the kernel.
-        activation: of a tree; None for sparsemax.
-        constants: of the nodes of a tree, or None.
-        tensors: what the kernel reads and writes, by the names of the fields of its job.
+        name: name of the kernel in ``cpu.c``, without ``catnat_``.
+        activation: activation of a tree; None for sparsemax.
+        constants: constants of the nodes of a tree, or None.
+        tensors: inputs and outputs of the kernel, by the field names of its job.
     """
     S = tensors["scores"].shape[-1]
     work = tensors["scores"].numel()
     job = _Job(rows=work // S, categories=S if activation is None else S + 1)
-    # Contiguous memory, kept until the kernel returns; a view may be marked as negated.
+    # The contiguous copies must live until the kernel returns. A view may be lazily negated.
     tensors = {
         key: x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()
         for key, x in tensors.items()
     }
     for key, x in tensors.items():
         setattr(job, key, x.data_ptr())
-    if isinstance(activation, NaturalActivation):  # zeros say sigmoid
+    if isinstance(activation, NaturalActivation):  # zeros mean sigmoid
         job.activation = _settings(activation)
     if constants is not None:
         job.constants = constants.data_ptr()

@@ -1,4 +1,8 @@
-"""The choice between the implementations: plain torch, the C kernels, the Triton kernels."""
+"""Selection of an implementation: plain torch, C kernels or Triton kernels.
+
+The kernels are called from an ``autograd.Function``. ``torch.library.custom_op`` would take two to
+three times as long for small batches on the CPU, and forward-over-reverse derivatives would fail.
+"""
 
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
@@ -7,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catnat.activations import Activation
+from catnat.heads.activations import Activation
 from catnat.kernels import cpu, reference
 from catnat.numerics import common_shape, is_plain
 
-# Before Triton 3.4, which torch 2.8 brings, a tuple in a kernel can hold no None.
+# Before Triton 3.4, which comes with torch 2.8, a tuple in a kernel cannot contain None.
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.__version__ >= "2.8"
 TREE_TRITON_LIMIT = 32768
 """Largest K of the Triton kernels for trees: a program holds all leaves of a row in registers."""
@@ -19,7 +23,7 @@ SPARSEMAX_TRITON_LIMIT = 16384
 """Largest K of the Triton kernels for sparsemax."""
 SOFTMAX_TRITON_LIMIT = 32768
 """Largest K of the Triton kernels for softmax."""
-_is_exporting = getattr(torch.compiler, "is_exporting", bool)  # not known to torch 2.6
+_is_exporting = getattr(torch.compiler, "is_exporting", bool)  # missing in torch 2.6
 
 
 def tree_log_probs(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
@@ -39,7 +43,7 @@ def tree_log_probs(scores: Tensor, activation: Activation, constants: Tensor | N
 def tree_fisher(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor | None:
     """Diagonal of the Fisher matrix by the C kernel, (*, K-1) -> (*, K-1), without gradient.
 
-    None where there is no such kernel. Arguments as in :func:`tree_log_probs`.
+    None if there is no such kernel. Arguments are those of :func:`tree_log_probs`.
     """
     if _tree_kernels(scores, activation) != "cpu" or (
         scores.requires_grad and torch.is_grad_enabled()
@@ -53,10 +57,10 @@ def tree_fisher(scores: Tensor, activation: Activation, constants: Tensor | None
 def tree_log_prob(
     scores: Tensor, leaf: Tensor, activation: Activation, constants: Tensor | None
 ) -> Tensor:
-    """Log-probability of one leaf per row, by the O(log K) nodes of its path alone.
+    """Log-probability of one leaf per row, from the O(log K) nodes of its path.
 
-    (*, K-1) and (*), which broadcast -> (*), for float32 or float64 scores. NaN for a leaf that
-    does not exist. Other arguments as in :func:`tree_log_probs`.
+    (*, K-1) and (*), which broadcast -> (*), for float32 or float64 scores. The result is NaN for
+    an invalid leaf. The other arguments are those of :func:`tree_log_probs`.
     """
     shape = common_shape(leaf.shape, scores.shape[:-1])
     leaf = leaf if leaf.shape == shape else leaf.expand(shape)
@@ -70,12 +74,12 @@ def tree_log_prob(
 def tree_sample(
     scores: Tensor, uniforms: Tensor, activation: Activation, constants: Tensor | None
 ) -> Tensor:
-    """One random leaf per row of uniforms, by the O(log K) nodes of its path alone.
+    """One random leaf per row of uniforms, from the O(log K) nodes of its path.
 
-    (*, K-1) and (*, H) -> (*) int64, without gradient. -1 where a score on the path is NaN. Other
-    arguments as in :func:`tree_log_probs`. The uniforms are float64, independent and uniform in
-    [0, 1), one for each of the H = ceil(log2 K) levels, the root's first. Their batch shape is that
-    of the result, to which the batch shape of the scores is broadcast.
+    (*, K-1) and (*, H) -> (*) int64, without gradient. The leaf is -1 if a score on the path is
+    NaN. The other arguments are those of :func:`tree_log_probs`. The uniforms are float64,
+    independent and uniform in [0, 1), one for each of the H = ceil(log2 K) levels, the root's
+    first. The batch shape of the scores broadcasts to that of the uniforms.
     """
     scores = scores.detach()
     shape = uniforms.shape[:-1]
@@ -110,11 +114,11 @@ def softmax_log_probs(scores: Tensor) -> Tensor:
 
 
 def kernels_for(scores: Tensor, triton_limit: int) -> str | None:
-    """``"triton"`` up to so many scores, ``"cpu"`` (the C kernels), or None for plain torch.
+    """``"triton"`` up to ``triton_limit`` scores, ``"cpu"`` for C kernels, None for plain torch.
 
-    Plain torch is what torch.func, forward-mode derivatives, fake tensors, torch.jit.trace,
-    torch.export, both ONNX exporters and other tracers need. ``torch.compile`` knows Triton, and
-    turns the rest into kernels of its own.
+    torch.func, forward-mode derivatives, fake tensors, torch.jit.trace, torch.export, both ONNX
+    exporters and other tracers need plain torch. ``torch.compile`` supports Triton, and compiles
+    plain torch.
     """
     if scores.dtype != torch.float32:
         return None
@@ -133,9 +137,9 @@ def _tree_kernels(scores: Tensor, activation: Activation) -> str | None:
 def _path_kernels(scores: Tensor, shape: torch.Size, activation: Activation) -> str | None:
     """Kernels of paths, or None for plain torch.
 
-    Element i of the result belongs to row i % B of the scores, so the batch shape of the scores
-    must be the end of the shape of the result. Triton adds up the gradients of several leaves of a
-    row in any order, which deterministic algorithms exclude.
+    Element i of the result belongs to row i % B of the scores, so the shape of the result must end
+    with the batch shape of the scores. Triton sums the gradients of several leaves of a row in any
+    order, which is not allowed for deterministic algorithms.
     """
     batch = scores.shape[:-1]
     if not activation.is_fused or batch != shape[len(shape) - len(batch) :]:
@@ -155,11 +159,11 @@ def _launch(
 
     Args:
         fused: ``"cpu"`` or ``"triton"``.
-        name: of the kernel.
-        activation: of a tree; None for sparsemax and softmax.
-        constants: of the nodes of a tree, or None.
-        places: what the kernel reads and, last, where it writes, by the names of a C job; None
-            for what a kernel does not have.
+        name: name of the kernel.
+        activation: activation of a tree; None for sparsemax and softmax.
+        constants: constants of the nodes of a tree, or None.
+        places: inputs and, last, the output, by the field names of a C job; None if a kernel does
+            not have one.
     """
     tensors = {name: x for name, x in places.items() if x is not None}
     if fused == "cpu":
@@ -176,7 +180,7 @@ def _launch(
 
 
 def _on_device_of(x: Tensor) -> AbstractContextManager[None]:
-    """Make the device of x the current one: Triton launches kernels there."""
+    """Make the device of x current, because Triton launches kernels there."""
     unneeded = torch.compiler.is_compiling() or not x.is_cuda  # not CUDA: Triton's interpreter
     if unneeded or x.device.index == torch.cuda.current_device():
         return nullcontext()
@@ -204,7 +208,7 @@ class _LogProbs(torch.autograd.Function):
         out = scores.new_empty((*scores.shape[:-1], K) if leaf is None else leaf.shape)
         _launch(fused, f"{name}_forward", activation, constants, scores=scores, leaf=leaf, out=out)
         ctx.settings = name, activation, fused
-        source = out if name == "sparsemax" else scores  # its gradient follows from log_probs alone
+        source = out if name == "sparsemax" else scores  # its gradient depends only on log_probs
         ctx.save_for_backward(source, out if name == "softmax" else None, leaf, constants)
         return out
 
@@ -221,12 +225,12 @@ class _LogProbs(torch.autograd.Function):
             leaves = leaf.view(len(leaf) // max(1, len(scores)), len(scores))
             return reference.tree_log_prob(scores, leaves, activation, constants).flatten()
 
-        # Batched gradients, and those that have a gradient themselves, take plain torch.
+        # Batched gradients and gradients of gradients use plain torch.
         is_last = is_plain(grad) and not torch.is_grad_enabled()
         if is_last or torch.compiler.is_compiling():
             out = source.new_empty(source.shape)  # contiguous, unlike empty_like
             if leaf is not None:
-                out.zero_()  # paths add to it
+                out.zero_()  # paths add to the gradient
             _launch(
                 fused,
                 f"{name}_backward",
@@ -238,7 +242,7 @@ class _LogProbs(torch.autograd.Function):
                 grad=grad,
                 out=out,
             )
-        elif name == "sparsemax":  # a derivative of log_probs comes back to this method
+        elif name == "sparsemax":  # a derivative of log_probs calls this method again
             out = reference.sparsemax_vjp(source, grad)
         else:
             (out,) = reference.gradients(plainly, (source,), grad)

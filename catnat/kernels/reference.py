@@ -1,7 +1,7 @@
-"""Trees, their paths, sparsemax and softmax in plain torch: what the kernels must agree with.
+"""Trees, paths, sparsemax and softmax in plain torch: the reference for the kernels.
 
-These functions take every device and dtype, work under ``torch.func`` and ``torch.compile``, and
-are differentiable any number of times: a derivative of a kernel's gradient goes through them.
+These functions support every device and dtype, ``torch.func`` and ``torch.compile``, and are
+differentiable any number of times. Derivatives of a kernel's gradient use them.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catnat.activations import Activation
+from catnat.heads.activations import Activation
+from catnat.heads.nodes import leaf_paths, path_sums, walk_down
 from catnat.numerics import LOG_ZERO, floored, floored_sums, safe_log, take
-from catnat.tree import leaf_paths, path_sums, walk_down
 
 
 def tree_log_probs(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
@@ -23,7 +23,7 @@ def tree_log_probs(scores: Tensor, activation: Activation, constants: Tensor | N
 def tree_log_prob(
     scores: Tensor, leaf: Tensor, activation: Activation, constants: Tensor | None
 ) -> Tensor:
-    """Log-probability of each leaf, (*); the batch shape of the scores broadcasts to theirs."""
+    """Log-probability of each leaf, (*), to whose shape the scores broadcast."""
     taken = floored_sums(tree_path_logs(scores, leaf, activation, constants)[0].sum(-1))
     exists = (leaf >= 0) & (leaf <= scores.shape[-1])
     return taken * torch.where(exists, 1.0, torch.nan).to(taken.dtype)
@@ -44,15 +44,15 @@ def path_logs(
     activation: Activation,
     constants: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the child that a path takes and of the other one, from the leaf up.
+    """Log-probabilities of the taken and the other branches on a path, from the leaf up.
 
-    (*) -> (*, H) each; ``log_never`` for an impossible child. Where a path has no node, 0 and
-    LOG_ZERO.
+    (*) -> (*, H) each; ``log_never`` for an impossible branch. Where a path has no node, the values
+    are 0 and LOG_ZERO.
 
     Args:
-        scores_at: the scores of nodes, from their indices, (*, H) -> (*, H).
-        leaf: the end of each path, (*).
-        num_categories: K.
+        scores_at: function from the indices of nodes to their scores, (*, H) -> (*, H).
+        leaf: end of each path, (*).
+        num_categories: number of categories (K).
         activation: how a score divides the probability of its node.
         constants: ``activation.node_constants`` of all nodes, (R, K-1), or None.
     """
@@ -68,20 +68,20 @@ def tree_sample(
 ) -> Tensor:
     """One leaf per row of uniforms: (*, K-1) and (*, H), which broadcast -> (*).
 
-    -1 where a score on the way is NaN.
+    The leaf is -1 if a score on the path is NaN.
     """
 
     def goes_right(node: Tensor, level: int) -> tuple[Tensor, Tensor]:
         score = take(scores, node[..., None])[..., 0]
         left, _ = activation.log_activation(score, constants_at(constants, node))
-        # u < 1 always, and 0 <= u: a split that is certain always goes its way.
+        # 0 <= u < 1, so a certain split is always followed.
         return uniforms[..., level] >= left.double().exp(), left.isnan()
 
     return walk_down(scores.shape[-1] + 1, uniforms[..., 0], goes_right)
 
 
 def constants_at(constants: Tensor | None, node: Tensor) -> Tensor | None:
-    """The constants of some nodes, (R, S) and (*) -> (R, *)."""
+    """Constants of selected nodes, (R, S) and (*) -> (R, *)."""
     if constants is None:
         return None
     return constants.index_select(1, node.reshape(-1)).view(len(constants), *node.shape)
@@ -100,17 +100,19 @@ def sparsemax_log_probs(scores: Tensor) -> Tensor:
 def sparsemax_probs(scores: Tensor) -> Tensor:
     """Projection of the scores onto the simplex (Martins and Astudillo, 2016), (*, K) -> (*, K).
 
-    p_k = max(s_k - tau, 0), with tau such that the p_k sum to 1; tau is found by sorting. In
-    float64, so that probabilities just above 0 keep their relative accuracy.
+    p_k = max(s_k - tau, 0), with tau such that the p_k sum to 1; sorting finds tau. It is computed
+    in float64, so that probabilities just above 0 are accurate.
     """
     z = scores.double()
     z = z - z.amax(-1, keepdim=True).detach()
-    ranked = z.sort(-1, descending=True).values.clamp_min(-2)  # lower ones never matter
+    ranked = z.sort(-1, descending=True).values.clamp_min(-2)  # lower scores never matter
     beyond = ranked.cumsum(-1) - 1
     rank = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
     size = (rank * ranked > beyond).sum(-1, keepdim=True)
     excess = z - beyond.gather(-1, (size - 1).clamp_min(0)) / size
-    return torch.where(excess <= 0, 0.0, excess).to(scores.dtype)  # not clamp: NaN's gradient
+    return torch.where(excess <= 0, 0.0, excess).to(
+        scores.dtype
+    )  # clamp changes the gradient of NaN
 
 
 def sparsemax_vjp(log_probs: Tensor, grad: Tensor) -> Tensor:
@@ -120,7 +122,7 @@ def sparsemax_vjp(log_probs: Tensor, grad: Tensor) -> Tensor:
 
 
 def centered(x: Tensor, inside: Tensor) -> Tensor:
-    """x minus its mean where ``inside`` is True, the mean taken there; 0 elsewhere."""
+    """x minus its mean over the entries where ``inside`` is True; 0 elsewhere."""
     x = torch.where(inside, x, 0.0)
     mean = x.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
     return torch.where(inside, x - mean, 0.0)
@@ -129,7 +131,7 @@ def centered(x: Tensor, inside: Tensor) -> Tensor:
 def gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor
 ) -> list[Any]:
-    """The gradients in the inputs that want one, which can be differentiated again."""
+    """Gradients in the inputs that require them, which can be differentiated again."""
     again = torch.is_grad_enabled()
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     with torch.enable_grad():

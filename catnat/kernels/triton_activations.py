@@ -1,8 +1,8 @@
-"""The activations in Triton, float32: what :mod:`catnat.activations` computes, inside a kernel.
+"""The activations of :mod:`catnat.heads.activations` in Triton, float32.
 
-``NATURAL`` says which one: 0 is sigmoid, 1 is natural, 2 is natural with a tail. The numbers rate,
-high, low, joint, slope and edge are those of a :class:`~catnat.activations.NaturalActivation`:
-rate, half_width, joint, steepness and log_at_edge. ``settings`` holds the constants of the nodes
+``NATURAL`` selects one: 0 is sigmoid, 1 is natural, 2 is natural with a tail. The numbers rate,
+high, low, joint, slope and edge are rate, half_width, joint, steepness and log_at_edge of a
+:class:`~catnat.heads.activations.NaturalActivation`. ``settings`` holds the constants of the nodes
 (None where all nodes are centered at 0), how many nodes there are, and these numbers.
 
 With t = tan(theta), theta as in ``NaturalActivation``, the likelier bit has the log-probability

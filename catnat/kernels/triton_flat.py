@@ -11,12 +11,12 @@ from catnat.numerics import LOG_ZERO, largest_score
 
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
 _LOWEST = tl.constexpr(-largest_score(torch.float32))
-_OVERFLOWS = tl.constexpr(-1e30)  # a difference of scores overflows only if one is lower
+_OVERFLOWS = tl.constexpr(-1e30)  # a difference of scores overflows only below this
 
 
 @triton.jit
 def _places(rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """Which rows of a program exist, which of its numbers do, and where they are in memory."""
+    """Valid rows and valid entries of a program, and their places in memory."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, P)
     exists = (row < rows)[:, None]
@@ -33,7 +33,7 @@ def sparsemax_forward(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl
     broken = tl.sum((s != s).to(tl.int32), axis=1)[:, None] > 0
     broken = broken | (tl.abs(top) == float("inf"))
     z = tl.where(broken, 0.0, s.to(tl.float64) - top.to(tl.float64))
-    # Triton 3.6 compiles a while loop only if all it carries is read in it and after it.
+    # Triton 3.6 compiles a while loop only if all of its variables are read in and after it.
     tau = tl.full((R, 1), -1.0, tl.float64)
     size = tl.zeros((R, 1), tl.float32)
     changed = 1
@@ -91,7 +91,7 @@ def softmax_backward(
 
 
 def launch(kernel: Any, *tensors: Tensor) -> None:
-    """Launch a kernel of this file: a program holds R rows, each in the least power of two >= K."""
+    """Launch a kernel; a program holds R rows, each padded to the next power of two."""
     K = tensors[0].shape[-1]
     rows = tensors[0].numel() // K
     if not rows:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat.activations import Activation, kernel_numbers
+from catnat.heads.activations import Activation, kernel_numbers
 from catnat.kernels.reference import gradients
 from catnat.kernels.triton_activations import floored, logs_and_slopes
 from catnat.numerics import is_plain

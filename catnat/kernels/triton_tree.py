@@ -2,12 +2,12 @@
 
 CUDA, float32.
 
-All leaves: a program takes R rows and walks their trees level by level in registers. Going down,
-the two children of every node are interleaved into the next level; going up, neighbors are split
-off and added. Only the scores are kept for the backward pass.
+All leaves: a program processes R rows and walks their trees level by level in registers. Going
+down, the two children of every node are interleaved into the next level; going up, neighbors are
+split and added. Only the scores are kept for the backward pass.
 
-Paths: a program takes R results, and every lane walks its own path, down from the root. Result i
-belongs to row i % B of the scores. Of a row only the nodes of a path are read, so K has no limit.
+Paths: a program computes R results, and every lane walks its own path from the root. Result i
+belongs to row i % B of the scores. Only the nodes of a path are read, so K has no limit.
 Tensors are (1, R): a row of R nodes for the functions of ``triton_activations.py``.
 """
 
@@ -15,15 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat.activations import Activation, kernel_numbers
+from catnat.heads.activations import Activation, kernel_numbers
 from catnat.kernels.triton_activations import floored, logs_and_slopes
 
-_BLOCK = 128  # paths of a program
+_BLOCK = 128  # paths per program
 
 
 @triton.jit
 def _load_levels(source, alive, HEIGHT: tl.constexpr):
-    """Scores of the complete levels, loaded all at once so that memory is waited for once."""
+    """Scores of the complete levels, loaded together to wait for memory once."""
     loaded = ()
     for level in tl.static_range(HEIGHT):
         node = (1 << level) - 1 + tl.arange(0, 1 << level)
@@ -104,7 +104,7 @@ def path_kernel(
     scores,
     constants,
     source,  # leaves, or uniforms of a sample
-    grad,  # read backward alone
+    grad,  # read only backward
     out,
     count,
     rows,
@@ -164,7 +164,7 @@ def path_kernel(
 def launch(
     name: str, activation: Activation, constants: Tensor | None, scores: Tensor, *tensors: Tensor
 ) -> None:
-    """Launch a kernel of this name; arguments as in ``dispatch.py``."""
+    """Launch a kernel by name, with the arguments of ``dispatch.py``."""
     *inputs, out = tensors
     S = scores.shape[-1]
     rows = scores.numel() // S
@@ -183,9 +183,9 @@ def launch(
     elif rows:
         height = (S + 1).bit_length() - 1
         P = 1 << height
-        # A program takes R rows; so many numbers of it and so many warps were fastest on an H200.
+        # A program processes R rows. These sizes and numbers of warps were fastest on an H200.
         numbers, few = (512, 2) if backward else (1024, 1)
-        R = max(2, min(16, numbers // P))  # one row alone leads Triton to a far slower layout
+        R = max(2, min(16, numbers // P))  # with one row Triton chooses a far slower layout
         while R > 4 and rows < 512 * R:  # for few rows, more programs with fewer rows are faster
             R //= 2
         warps = min(16, few if P <= 64 else max(1, R * P // (1024 * few)))

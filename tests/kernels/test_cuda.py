@@ -7,11 +7,11 @@ import torch
 from cases import HEADS, awkward_scores, slopes_of
 
 from catnat import make_head
+from catnat.heads.nodes import subtree_sums
 from catnat.kernels.dispatch import tree_sample
 from catnat.numerics import LOG_ZERO
-from catnat.tree import subtree_sums
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.gpu
 CATEGORIES = [2, 3, 5, 18, 32, 256, 1000, 16384, 131072]
 
 

@@ -9,10 +9,10 @@ from cases import run_interpreted
 from cases_tree_linear import layer_and_data
 
 from catnat import TreeLinear
+from catnat.heads.nodes import leaf_paths
 from catnat.kernels import dispatch
-from catnat.tree import leaf_paths
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+NEEDS_CUDA = pytest.mark.gpu
 
 
 @NEEDS_CUDA
@@ -109,8 +109,9 @@ def test_on_cuda_a_layer_learns_and_draws_as_on_the_cpu(sparse, frequent):
 
 TRITON = """
 import torch
-from catnat import TreeLinear, tree_linear
+from catnat import TreeLinear
 from catnat.kernels import triton_layer
+from catnat.output_layer import search
 
 torch.manual_seed(0)
 triton_layer.UPPER = 2
@@ -159,8 +160,8 @@ for K, D, head, options, dtype, reduction in cases:
     walks = []
     for way in (True, False):
         fuse(layer, way)
-        tree_linear.uniform = lambda shape, *_: torch.full(shape, 0.45, dtype=torch.float64)
-        walks.append(layer._draw_leaves(hidden.detach(), 1, None))
+        search.uniform = lambda shape, *_: torch.full(shape, 0.45, dtype=torch.float64)
+        walks.append(search._walk(layer, hidden.detach(), 1, None))
     assert (walks[0] != walks[1]).sum() <= (0 if dtype == torch.float32 else 2), walks
     if dtype == torch.float32:
         twice = []

@@ -11,30 +11,56 @@ if they are alike. The functions here build orders from what is known of the cla
 """
 
 import operator
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from catnat.checks import require_within
-from catnat.tree import levels, subtree_sums
+from catnat.heads.nodes import levels, subtree_sums
+
+
+class Listed(Protocol):
+    """A tensor, or an array of NumPy."""
+
+    def tolist(self) -> Any:
+        """Its values."""
+
+
+Frequent: TypeAlias = int | Sequence[int] | Listed
+"""Frequent classes: the number of the first ones, or the classes themselves."""
 
 _DIMENSIONS = 64  # of the vectors from a sequence
 _ROUNDS = 8  # of the power iteration that finds a direction
 _CHUNK = 2**21  # numbers of vectors that are worked on together: they stay in a cache
 
 
-def by_embedding(vectors: Tensor) -> Tensor:
+def by_embedding(vectors: Tensor, frequent: Frequent = 0) -> Tensor:
     """Order by similarity, (K, D) -> (K,): classes with near vectors share a subtree.
 
     From the root down, the classes of each node are split across the direction in which their
     vectors differ most (the first principal component), into as many as the two subtrees hold.
     All nodes of a level are split at once.
+
+    Args:
+        vectors: a vector for each class, (K, D).
+        frequent: as in :class:`catnat.TreeLinear`: these classes come first, and the order of
+            the others is made for a tree that holds them alone.
     """
     if vectors.dim() != 2 or len(vectors) < 2 or not vectors.shape[1]:
         raise ValueError(f"expected vectors (K, D) with K >= 2, got shape {tuple(vectors.shape)}")
     if not bool(vectors.isfinite().all()):
         raise ValueError("vectors must be finite")
+    frequent_classes = checked_frequent(frequent, len(vectors))
+    return _with_frequent(
+        frequent_classes, len(vectors), lambda rare: _by_similarity(vectors[rare])
+    )
+
+
+def _by_similarity(vectors: Tensor) -> Tensor:
+    """:func:`by_embedding` of all classes, (K, D) -> (K,)."""
     vectors = vectors.detach()
     largest = vectors.abs().max()
     vectors = (vectors / torch.where(largest > 0, largest, 1)).float()  # whatever their scale
@@ -57,7 +83,7 @@ def by_embedding(vectors: Tensor) -> Tensor:
 def by_cooccurrence(
     tokens: Tensor,
     num_categories: int,
-    frequent: int | Sequence[int] | Tensor = 0,
+    frequent: Frequent = 0,
 ) -> Tensor:
     """Order by what comes before a class, (N,) -> (K,): similar classes share a subtree.
 
@@ -69,7 +95,7 @@ def by_cooccurrence(
 
     Args:
         tokens: a sequence of classes, such as the words of a text.
-        num_categories: K.
+        num_categories: number of classes (K).
         frequent: as in :class:`catnat.TreeLinear`: these classes come first, and the order of
             the others is made for a tree that holds them alone.
     """
@@ -77,13 +103,29 @@ def by_cooccurrence(
     if tokens.dim() != 1 or len(tokens) < 2 or tokens.is_floating_point():
         raise ValueError(f"expected a sequence of classes, got shape {tuple(tokens.shape)}")
     require_within(0, num_categories - 1, smallest=int(tokens.min()), largest=int(tokens.max()))
-    rare = torch.ones(num_categories, dtype=torch.bool, device=tokens.device)
-    first = torch.tensor(frequent_classes, dtype=torch.long, device=tokens.device)
-    rare[first] = False
-    leaves = by_embedding(_vectors_of(tokens, rare))
-    order = torch.empty_like(rare, dtype=torch.long)
-    order[first] = torch.arange(len(first), device=tokens.device)
-    order[rare] = leaves + len(first)
+    return _with_frequent(
+        frequent_classes,
+        num_categories,
+        lambda rare: _by_similarity(_vectors_of(tokens, rare.to(tokens.device))),
+    )
+
+
+def _with_frequent(
+    frequent: list[int], num_categories: int, order_of: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """An order that begins with the frequent classes.
+
+    Args:
+        frequent: the frequent classes.
+        num_categories: number of classes (K).
+        order_of: the order of the rare classes among themselves, from their mask, (K,).
+    """
+    rare = torch.ones(num_categories, dtype=torch.bool)
+    rare[frequent] = False
+    leaves = order_of(rare)
+    order = torch.empty(num_categories, dtype=torch.long, device=leaves.device)
+    order[frequent] = torch.arange(len(frequent), device=leaves.device)
+    order[rare.to(leaves.device)] = leaves + len(frequent)
     return order
 
 
@@ -110,18 +152,27 @@ def _vectors_of(tokens: Tensor, rows: Tensor) -> Tensor:
     return left[:, :_DIMENSIONS] * singular[:_DIMENSIONS].sqrt()
 
 
-def checked_frequent(frequent: int | Sequence[int] | Tensor, num_categories: int) -> list[int]:
+def checked_frequent(frequent: Frequent, num_categories: int) -> list[int]:
     """The frequent classes, after checking that each is a class and is named once."""
-    if isinstance(frequent, Tensor):
-        frequent = frequent.tolist()
-    names = frequent if isinstance(frequent, Sequence) else range(operator.index(frequent))
-    classes = [operator.index(name) for name in names]
+    listed: Any = frequent.tolist() if hasattr(frequent, "tolist") else frequent
+    if isinstance(listed, bool) or (isinstance(listed, Sequence) and any(map(_is_flag, listed))):
+        shown = reprlib.repr(listed)
+        raise ValueError(f"frequent must be a number of classes or classes, got {shown}")
+    if not isinstance(listed, Sequence):
+        number = operator.index(listed)
+        require_within(0, num_categories - 2, frequent=number)
+        return list(range(number))
+    classes = [operator.index(name) for name in listed]
     require_within(0, num_categories - 2, number_of_frequent_classes=len(classes))
     for frequent_class in classes:
         require_within(0, num_categories - 1, frequent_class=frequent_class)
     if len(set(classes)) < len(classes):
         raise ValueError("frequent names a class twice")
     return classes
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
 
 
 def _split_level(
