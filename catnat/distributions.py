@@ -9,26 +9,30 @@ from torch.distributions import Categorical, Distribution
 from torch.distributions.kl import kl_divergence, register_kl
 from torch.distributions.utils import lazy_property
 
-from catnat.checks import require_choice
-from catnat.estimators import reinmax, straight_through_gumbel
+from catnat.checks import require_integer_within
+from catnat.estimator_table import TABLE, find_estimator
 from catnat.numerics import (
     at_least_float32,
     can_branch_on,
     common_shape,
     exp_of_log_probs,
+    exponential,
     finite_log_probs,
     safe_log,
     take,
 )
 
-ESTIMATORS = ("gumbel", "straight-through", "reinmax", "relaxed")
+_WITH_SAMPLES = tuple(estimator for estimator in TABLE if estimator.draw is not None)
+ESTIMATORS = tuple(estimator.name for estimator in _WITH_SAMPLES)
 """Names of the gradients that :meth:`HeadCategorical.rsample` can give its samples."""
+SEARCH_FROM = 2**17
+"""Largest K at which a head computes all log-probabilities to find the largest: it is faster."""
 FLOAT32_LIMIT = 2**16
 """Largest K that is sampled with float32 noise: with more, equal numbers are common."""
 
 
 class PathHead(Protocol):
-    """What a distribution asks of its head: single categories, and all of them when needed.
+    """Operations of a head for its distribution: single categories, or all if needed.
 
     The methods of a tree look at the O(log K) nodes of a path alone. Scores (*, S) are checked, in
     float32 or float64, and values int64.
@@ -50,6 +54,14 @@ class PathHead(Protocol):
 
     def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each."""
+
+    def path_topk(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the k likeliest categories, and these, (*, k) each."""
+
+    def path_sample_without_replacement(
+        self, scores: Tensor, k: int, generator: torch.Generator | None
+    ) -> Tensor:
+        """k different random categories, (k, *)."""
 
 
 class HeadCategorical(Categorical):
@@ -184,6 +196,57 @@ class HeadCategorical(Categorical):
         scores = scores.detach().expand(*self._batch_shape, -1)
         return head.path_sample(scores, sample_shape, generator)
 
+    def sample_without_replacement(
+        self, k: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """k different categories in the order of their draws, and their log-probabilities, (k, *).
+
+        The log-probabilities have a gradient. A tree is walked down at O(k log K), see
+        :meth:`catnat.CategoricalHead.sample_without_replacement`. Where fewer than k categories are
+        possible, impossible ones come last.
+
+        Args:
+            k: number of draws, 1 to K.
+            generator: random number generator; None is torch's own.
+
+        >>> from catnat import make_head
+        >>> q = make_head("natural", 4)(torch.zeros(3))
+        >>> q.sample_without_replacement(4)[0].sort().values
+        tensor([0, 1, 2, 3])
+        """
+        require_integer_within(1, self._num_events, k=k)
+        if self._source is None:
+            values = draw_different(self.logits.detach(), k, generator)
+            return values, pick(self.logits, values, checked=True)
+        head, scores = self._source
+        scores = scores.expand(*self._batch_shape, -1)
+        values = head.path_sample_without_replacement(scores.detach(), k, generator)
+        return values, head.path_log_prob(scores, values)
+
+    def topk(self, k: int) -> torch.return_types.topk:
+        """The k likeliest categories with their log-probabilities, (*, k) each, sorted.
+
+        The result has ``values``, with a gradient, and ``indices``, as that of ``torch.topk``.
+        A tree over many categories is searched, see :meth:`catnat.CategoricalHead.topk`.
+        """
+        require_integer_within(1, self._num_events, k=k)
+        if self._source is None or "logits" in vars(self):
+            return self.logits.topk(k, -1)
+        head, scores = self._source
+        values, categories = head.path_topk(scores.expand(*self._batch_shape, -1), k)
+        return torch.return_types.topk((values, categories))
+
+    @property
+    def mode(self) -> Tensor:
+        """The likeliest category, (*).
+
+        The first one of several in rounded probabilities; any of them in a tree over so many
+        categories (K > 131072) that it is searched.
+        """
+        if self._num_events <= SEARCH_FROM or "logits" in vars(self):
+            return self.probs.argmax(-1)
+        return self.topk(1).indices[..., 0]
+
     def one_hot_sample(
         self, sample_shape: Any = (), generator: torch.Generator | None = None
     ) -> Tensor:
@@ -246,29 +309,31 @@ class HeadCategorical(Categorical):
         self,
         sample_shape: Any = (),
         estimator: str = "",
-        temperature: float | Tensor = 1.0,
+        temperature: float | Tensor | None = None,
         generator: torch.Generator | None = None,
+        num_draws: int | None = None,
     ) -> Tensor:
         """Samples with a gradient, (*sample_shape, *, K); a category itself has no derivative.
 
+        An option that the estimator does not use must not be given.
+
         Args:
-            sample_shape: as in ``sample``.
-            estimator: ``"straight-through"`` (one-hot, the gradient of the probabilities; Bengio,
-                Léonard and Courville, 2013),
-                ``"reinmax"`` (one-hot, :func:`~catnat.estimators.reinmax`), ``"gumbel"`` (one-hot,
-                the gradient of the relaxed sample) or ``"relaxed"`` (a point of the simplex).
-            temperature: of the two with Gumbel noise, > 0; towards 0 a relaxed sample is one-hot.
-            generator: of the noise; None is torch's own.
+            sample_shape: shape of the draws from each distribution of the batch.
+            estimator: one of ``ESTIMATORS``: ``"straight-through"`` (one-hot, the gradient of the
+                probabilities), ``"reinmax"`` or ``"zgr"`` (one-hot,
+                :func:`~catnat.estimators.reinmax`), ``"gumbel"`` (one-hot, the gradient of the
+                relaxed sample), ``"gumbel-rao"`` (one-hot, the mean gradient of ``num_draws``
+                relaxed samples, :func:`~catnat.estimators.gumbel_rao`) or ``"relaxed"`` (a point
+                of the simplex). Hyphens and underscores are equal.
+            temperature: temperature of relaxed samples, > 0 (default 1); towards 0 they are
+                one-hot. For ``"gumbel"``, ``"gumbel-rao"`` and ``"relaxed"``.
+            generator: random number generator; None is torch's own.
+            num_draws: relaxed samples for each sample of ``"gumbel-rao"`` (default 8).
         """
-        require_choice(ESTIMATORS, estimator=estimator)
-        if estimator in ("gumbel", "relaxed"):
-            log_probs = self.logits.expand(torch.Size(sample_shape) + self.logits.shape)
-            hard = estimator == "gumbel"
-            return straight_through_gumbel(log_probs, temperature, hard, generator)
-        one_hot = self.one_hot_sample(sample_shape, generator)
-        if estimator == "reinmax":
-            return reinmax(self.logits, one_hot)
-        return one_hot + (self.probs - self.probs.detach())  # plus exactly zero
+        chosen = find_estimator(estimator, _WITH_SAMPLES)
+        options = chosen.options(temperature=temperature, num_draws=num_draws)
+        assert chosen.draw is not None
+        return chosen.draw(self, torch.Size(sample_shape), generator, **options)
 
 
 def checked_value(value: Tensor, num_categories: int, name: str = "value") -> Tensor:
@@ -318,6 +383,22 @@ def draw(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | N
     else:
         drawn = torch.multinomial(rows, count, True, generator=generator).T
     return drawn.reshape(shape)
+
+
+def draw_different(log_probs: Tensor, k: int, generator: torch.Generator | None) -> Tensor:
+    """k different random categories by Gumbel top-k, (*, K) -> (k, *), in the order of the draws.
+
+    On the CPU a NaN is an error.
+    """
+    if can_branch_on(log_probs) and bool(log_probs.isnan().any()):
+        raise ValueError("there is no category to sample where a score is nan")
+    return gumbel(log_probs, generator).topk(k, -1).indices.movedim(-1, 0)
+
+
+def gumbel(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Log-probabilities plus independent Gumbel noise, in float64."""
+    clocks = exponential(log_probs.shape, log_probs, generator)
+    return log_probs.double() - clocks.log()
 
 
 def path_kl(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Fisher information: in score space, pulled back to network parameters, and its diagnostics.
+"""Fisher information in score space, its pullback to network parameters, and diagnostics.
 
-Three different things, never to be confused:
+Three matrices must be told apart:
 
-- *exact*: the expectation over categories taken in closed form, from the head;
+- *exact*: the expectation over categories, in closed form;
 - *sampled*: the same expectation estimated from categories drawn from the head's own distribution.
   Unbiased, but with few samples it shows off-diagonal mass that is only noise;
 - averaging either over a batch of inputs is the *empirical* expectation over the data.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from catnat.checks import require_at_least, require_choice
-from catnat.head import CategoricalHead
+from catnat.heads.base import CategoricalHead
 from catnat.numerics import at_least_float32, exp_of_log_probs, uniform, without_autocast
 
 
@@ -29,8 +29,8 @@ def score_fisher(
         head: the head that turns the scores into a distribution.
         scores: (*, S).
         kind: ``"exact"`` or ``"sampled"``.
-        num_samples: M, the number of categories drawn per row if sampled.
-        generator: the random generator of the draws; the global one if None.
+        num_samples: number of categories drawn for each row if sampled (M).
+        generator: random number generator; None is torch's own.
 
     >>> from catnat import make_head
     >>> score_fisher(make_head("softmax", 2), torch.zeros(2))
@@ -48,9 +48,9 @@ def score_fisher(
 
 
 def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor) -> Tensor:
-    """Two independent estimates of the mean Fisher matrix over B rows, from M draws a row.
+    """Two independent estimates of the mean Fisher matrix over B rows, from M draws per row.
 
-    The first one comes from the first M // 2 draws, the second one from the others. Products of
+    The first uses the first M // 2 draws, the second the remaining draws. Products of
     their entries estimate products of entries of the true matrix without bias, and so the square of
     ``off_diagonal_mass(G)``; the square of one estimate would add the variance of its noise.
 
@@ -64,7 +64,7 @@ def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor)
 
 
 def _scores_at(head: CategoricalHead, scores: Tensor, uniforms: Tensor) -> Tensor:
-    """grad_s log p(c), with c where the distribution function passes a number in [0, 1).
+    """grad_s log p(c), where c is the category at a level of the distribution function in [0, 1).
 
     Shapes: ``scores`` (*, S), ``uniforms`` (M, *), result (M, *, S).
     """
@@ -79,14 +79,14 @@ def _scores_at(head: CategoricalHead, scores: Tensor, uniforms: Tensor) -> Tenso
 
 
 def _category_at(log_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Where the distribution function passes a number, (M, *, K) and (M, *, 1) -> (M, *, 1).
+    """Category at a level of the distribution function, (M, *, K) and (M, *, 1) -> (M, *, 1).
 
-    In float64, so that rare categories are drawn as often as they should.
-    ``torch.multinomial`` would make the host wait for the device.
+    Computed in float64, so that rare categories have the right frequency. ``torch.multinomial``
+    would make the host wait for the device.
     """
     probs = exp_of_log_probs(log_probs).double()
     if probs.is_cuda:
-        # CUDA adds up short rows slowly, and columns fast; integers to the same sum in any order.
+        # CUDA sums columns faster than short rows. Sums of integers do not depend on the order.
         parts = (probs * 2**52).long().movedim(-1, 0).contiguous()
         reached = parts.cumsum(0).movedim(0, -1).double()
     else:
@@ -106,17 +106,40 @@ def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
         return jacobian.mT.to(dtype) @ fisher.to(dtype) @ jacobian.to(dtype)
 
 
-def off_diagonal_mass(fisher: Tensor, norm: str = "fro") -> Tensor:
+def off_diagonal_terms(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Sum over i != j, and over all i and j, of A_ij B_ij, (*, S, S) each -> (*) each.
+
+    For independent estimates A and B of a matrix G these are unbiased estimates of the sums of
+    G_ij^2.
+    """
+    products = one * other
+    total = products.sum((-2, -1))
+    return total - products.diagonal(dim1=-2, dim2=-1).sum(-1), total
+
+
+def mass_of_terms(off: Tensor, total: Tensor) -> Tensor:
+    """Off-diagonal mass from :func:`off_diagonal_terms` or sums of them; 0 if not positive."""
+    share = off / torch.where(total == 0, 1.0, total)
+    return torch.where(share <= 0, 0.0, share).sqrt()  # NaN stays NaN
+
+
+def off_diagonal_mass(fisher: Tensor, norm: str = "fro", other: Tensor | None = None) -> Tensor:
     """Share of a matrix that lies off its diagonal, (*, S, S) -> (*), between 0 and 1.
 
-    ``fro``: the Frobenius norm off the diagonal over that of the whole matrix. ``l1``: the same
-    ratio of sums of |G_ij|. For softmax the latter is 1/2 whatever the scores, because the rows of
-    its G sum to zero. A zero matrix has mass 0, and so has a 1 x 1 matrix.
+    ``fro`` is the Frobenius norm off the diagonal divided by that of the whole matrix. ``l1`` is
+    the ratio of the sums of |G_ij|; for softmax it is 1/2 for all scores, because the rows of its G
+    sum to zero. A zero matrix and a 1 x 1 matrix have mass 0.
+
+    With ``other``, an estimate of the same matrix from other draws, the share has no floor from the
+    noise of the draws: products of the two estimates take the place of squares ("fro" only).
 
     >>> off_diagonal_mass(torch.tensor([[0.25, -0.25], [-0.25, 0.25]]))
     tensor(0.7071)
     """
     require_choice(("l1", "fro"), norm=norm)
+    if other is not None:
+        require_choice(("fro",), norm=norm)
+        return mass_of_terms(*off_diagonal_terms(fisher, other))
     size = fisher.abs()
     largest = size.amax((-2, -1), keepdim=True)
     size = size / torch.where(largest == 0, 1.0, largest)  # squares and sums stay in range
@@ -140,7 +163,7 @@ def condition_number(fisher: Tensor) -> Tensor:
     size = fisher.abs().amax((-2, -1))
     usable = (finite & (size > 0))[..., None, None]
     scaled = torch.where(usable, fisher / size[..., None, None], 0.0)
-    try:  # in float64: in float32 LAPACK gives up on some matrices with many rows of zeros
+    try:  # float64: LAPACK fails in float32 for some matrices with many rows of zeros
         values = torch.linalg.eigvalsh(scaled.double()).to(fisher.dtype)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         values = torch.full_like(scaled[..., 0], torch.nan)

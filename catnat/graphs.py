@@ -1,20 +1,26 @@
 r"""Random graphs, gradients of the energy score of predictions with them, and graph convolutions.
 
-A graph is a matrix A of 0 and 1, A_ji = 1 for an edge from node j to node i, each entry drawn on
-its own with probability θ_ji. M graphs are drawn and used for the whole batch; A_m gives the
-outputs f_m, and the loss is the mean over the batch of
+A graph is a matrix A of 0 and 1. A_ji = 1 is an edge from node j to node i, which is present with
+probability θ_ji, independently of the other edges. M graphs are drawn for a whole batch. The
+outputs with graph A_m are f_m, and the loss is the mean over the batch of
 
 .. math:: \frac1M \sum_m |f_m - y| - \frac1{2M(M-1)} \sum_{m \neq n} |f_m - f_n|.
 """
 
+import inspect
 import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from catnat.numerics import at_least_float32, uniform, without_autocast
+from catnat.checks import require_within
+from catnat.numerics import at_least_float32, can_branch_on, uniform, without_autocast
 
-_FLIPPED_AT_ONCE = 2**22  # distances, in the local expectation
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+_FLIPPED_AT_ONCE = 2**22  # number of distances in the local expectation
 
 
 def sample_graphs(
@@ -40,14 +46,14 @@ def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) ->
     r_m is the sum of the distances |f_m - f_n|. The baselines come from the other graphs: b_m is
     their mean error, p_m the mean distance (S - 2 r_m) / ((M-1)(M-2)) of the pairs without m, where
     S is the sum of all distances. The c_m sum to zero, so the gradient is sum_m c_m A_m; and an
-    edge on which all graphs agree gets exactly zero, not a rounding error that Adam would take for
-    a gradient.
+    edge on which all graphs agree gets exactly zero instead of a rounding error, which Adam would
+    amplify.
 
     To train θ, minimize ``(direction * (log θ - log(1 - θ))).sum()``.
 
     Shapes: ``error`` (M, B) and ``distance`` (B, M, M) from
-    :func:`~catnat.losses.energy_terms`, ``graphs`` (M, N, N), result (N, N), in float32 also
-    where the arguments are in half precision or autocast is on.
+    :func:`~catnat.losses.energy_terms`, ``graphs`` (M, N, N), result (N, N). Half precision
+    is computed and returned in float32, also under autocast.
     """
     M = error.shape[0]
     if M < 3:
@@ -69,25 +75,25 @@ def local_expectation_direction(
 ) -> Tensor:
     r"""Unbiased gradient of the expected energy score in θ, with every edge flipped in turn.
 
-    Where y_i = sum_j A_ji z_j with messages z, the loss with an edge j -> i present minus the
-    loss with it absent, all other edges of a sampled graph as they are, is known for all N^2
-    edges at once: a flip adds ±z_j to node i's output alone. Its mean is the gradient in θ_ji,
-    also for edges that are never sampled.
+    If y_i = sum_j A_ji z_j with messages z, flipping the edge j -> i of a sampled graph adds ±z_j
+    to the output of node i and changes no other output. The differences of the losses with and
+    without each edge follow for all N^2 edges at once. Their mean is the gradient in θ_ji, also for
+    edges that are never sampled.
 
     To train θ, minimize ``(direction * θ).sum()``.
 
     Shapes: ``messages`` (B, N, D), ``outputs`` (M, B, N, D), ``target`` (B, N, D), ``graphs``
-    (M, N, N), result (N, N), in float32 also where the arguments are in half precision or autocast
-    is on.
+    (M, N, N), result (N, N). Half precision is computed and returned in float32, also under
+    autocast.
 
     Args:
-        messages: z.
-        outputs: f_m.
-        target: y.
-        graphs: A_m.
-        num_flips: how many of the M graphs are flipped for each pair (x, y), from 1 to M. Pairs
-            take turns, so that all graphs count; in the second term of the energy score the partner
-            of each graph is the next one.
+        messages: messages of the nodes (z).
+        outputs: predictions (f_m).
+        target: observations (y).
+        graphs: sampled graphs (A_m).
+        num_flips: number of graphs that are flipped for each pair (x, y), 1 to M. Pairs take turns,
+            so that all graphs are used. In the second term of the energy score each graph is
+            compared with the next one.
 
     References:
         Titsias and Lázaro-Gredilla, Local Expectation Gradients for Black Box Variational
@@ -135,12 +141,14 @@ class GCN(nn.Module):
     r"""One linear graph convolution without normalization, y = Aᵀ x W, on M graphs at once.
 
     A_ji = 1 is an edge from j to i. The result is that of torch-geometric's
-    ``GCNConv(normalize=False, add_self_loops=False, bias=False)``, as one matrix product for all
-    pairs of an input and a graph.
+    ``GCNConv(normalize=False, add_self_loops=False, bias=False)``, computed as one matrix product
+    for all pairs of an input and a graph. The dense convolutions of torch-geometric do not compute
+    it: ``DenseGCNConv`` normalizes, ``DenseGraphConv`` has a root weight, and both take one graph
+    for each input.
 
     Args:
-        in_features: of a node's x.
-        out_features: of a node's y.
+        in_features: number of features of each node.
+        out_features: number of outputs of each node.
 
     Shapes: x (B, N, in_features), graphs (M, N, N), result (M, B, N, out_features).
 
@@ -158,7 +166,7 @@ class GCN(nn.Module):
         nn.init.xavier_uniform_(self.weight)
 
     def messages(self, x: Tensor) -> Tensor:
-        """The message of each node, x W; y_i is the sum of the messages that arrive at node i."""
+        """Message of each node, x W; y_i is the sum of the messages that node i receives."""
         return x @ self.weight
 
     def forward(self, x: Tensor, graphs: Tensor) -> Tensor:
@@ -166,29 +174,40 @@ class GCN(nn.Module):
         messages = self.messages(x)
         B, N, D = messages.shape
         M = graphs.shape[0]
-        # Both contiguous: on ARM processors a transposed operand is a hundred times slower.
+        # Both are contiguous: a transposed operand is a hundred times slower on ARM processors.
         rows = graphs.mT.reshape(M * N, N)
         columns = messages.transpose(0, 1).reshape(N, B * D)
         return (rows @ columns).reshape(M, N, B, D).transpose(1, 2)
 
 
 class GraphConvolution(nn.Module):
-    """Any convolution of torch-geometric, on M graphs at once, in place of :class:`GCN`.
+    """Applies a network of torch-geometric to M graphs at once, in place of :class:`GCN`.
 
-    A sparse convolution, called as ``conv(x, edge_index)``, gets the B M graphs as one graph with
-    B M parts; a dense one, called as ``conv(x, adjacency)``, gets them as a batch.
+    A sparse network is called as ``conv(x, edge_index)``, with the B M graphs as one graph that has
+    B M parts, as in a torch-geometric ``Batch``. If its ``forward`` requires ``edge_weight``, all
+    weights are 1. If it accepts ``batch``, it receives the part of each node. A dense network is
+    called as ``conv(x, adj)``, with the graphs as a batch.
 
     Args:
-        conv: the convolution.
-        sparse: whether it is a sparse one.
+        conv: a convolution, or any module with its arguments.
+        sparse: whether it takes ``edge_index`` instead of an adjacency matrix.
 
-    Shapes: as in :class:`GCN`.
+    Shapes: those of :class:`GCN`.
     """
 
     def __init__(self, conv: nn.Module, sparse: bool) -> None:
         super().__init__()
         self.conv = conv
         self.sparse = sparse
+        further = list(_forward_arguments(conv).items())[2:] if sparse else []
+        required = [name for name, is_required in further if is_required]
+        self.passes_weights = "edge_weight" in required
+        self.passes_batch = "batch" in dict(further)
+        if unknown := sorted(set(required) - {"edge_weight", "batch"}):
+            raise ValueError(
+                f"predictor {type(conv).__name__} requires {unknown[0]!r}; a predictor takes "
+                "(x, edge_index), and edge_weight and batch if it needs them"
+            )
 
     def forward(self, x: Tensor, graphs: Tensor) -> Tensor:
         """Outputs of all nodes in every graph."""
@@ -198,16 +217,117 @@ class GraphConvolution(nn.Module):
         if self.sparse:
             graph, source, target = graphs.repeat_interleave(B, 0).nonzero(as_tuple=True)
             edges = torch.stack([source, target]) + graph * N
-            y = self.conv(every_x.flatten(0, 1), edges)
-        else:  # in dense convolutions the row is the target
-            y = self.conv(every_x, graphs.mT.repeat_interleave(B, 0))
+            further = {}
+            if self.passes_weights:
+                further["edge_weight"] = x.new_ones(edges.shape[1])
+            if self.passes_batch:
+                further["batch"] = torch.arange(M * B, device=x.device).repeat_interleave(N)
+            y = self.conv(every_x.flatten(0, 1), edges, **further)
+        else:  # dense convolutions have targets in rows
+            y = self.conv(every_x, graphs.mT.repeat_interleave(B, 0)).flatten(0, 1)
+        if y.shape[:1] != (M * B * N,):
+            raise ValueError(
+                f"predictor {type(self.conv).__name__} must return one row for each of the "
+                f"{M * B * N} nodes, got the shape {tuple(y.shape)}"
+            )
         return y.reshape(M, B, N, -1)
 
 
 def as_predictor(module: nn.Module) -> nn.Module:
-    """The module itself, or wrapped to take M graphs at once if it is one of torch-geometric's."""
-    geometric = sys.modules.get("torch_geometric.nn")  # imported, if the module is one of its
-    is_sparse = geometric is not None and isinstance(module, geometric.MessagePassing)
-    if is_sparse or type(module).__module__.startswith("torch_geometric.nn.dense."):
-        return GraphConvolution(module, is_sparse)
+    """Return a module that takes x and M graphs at once: the module itself or a wrapper.
+
+    The name of the second argument of ``module.forward`` selects the kind. ``edge_index`` is a
+    sparse network and ``adj`` a dense one, as in torch-geometric; ``graphs`` takes (x, graphs)
+    directly. With any other name the module is a sparse network if it contains a convolution of
+    torch-geometric.
+    """
+    if isinstance(module, GCN | GraphConvolution):
+        return module
+    second = [*_forward_arguments(module), "", ""][1]
+    if second == "graphs":
+        return module
+    if second == "adj":
+        return GraphConvolution(module, sparse=False)
+    geometric = sys.modules.get(
+        "torch_geometric.nn"
+    )  # imported if the module contains one of its layers
+    is_geometric = geometric is not None and any(
+        isinstance(part, geometric.MessagePassing) for part in module.modules()
+    )
+    if second.startswith("edge") or is_geometric:
+        return GraphConvolution(module, sparse=True)
     return module
+
+
+def _forward_arguments(module: nn.Module) -> dict[str, bool]:
+    """Names of the arguments of ``module.forward``, and whether they are required."""
+    declared = getattr(getattr(module, "signature", None), "param_dict", None)
+    if declared is not None:  # torch_geometric.nn.Sequential, whose forward has *args
+        return dict.fromkeys(declared, True)
+    parameters = inspect.signature(module.forward).parameters.values()
+    return {
+        parameter.name: parameter.default is parameter.empty
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+
+
+# -- torch-geometric's Data ------------------------------------------------------------------------
+
+
+def as_pair(batch: Any, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """x (B, N, D) and y (B, N, E) of a batch of B pairs.
+
+    Args:
+        batch: a pair (x, y), or the ``Data`` or ``Batch`` of torch-geometric, whose x and y have a
+            row for each node. Its ``edge_index`` is not used, because the graph is learned.
+        num_nodes: number of nodes of every graph (N).
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    x, y = (getattr(batch, name, None) for name in ("x", "y"))
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        raise ValueError(
+            "a batch must be a pair (x, y), or torch-geometric's Data with x and y, "
+            f"got {type(batch).__name__}{_missing(batch, x=x, y=y)}"
+        )
+    B = getattr(batch, "num_graphs", 1)
+    starts = getattr(batch, "ptr", None)
+    sizes = starts.diff() if starts is not None and can_branch_on(starts) else None
+    if sizes is not None and not bool((sizes == num_nodes).all()):
+        wrong = sizes[sizes != num_nodes][0].item()
+        raise ValueError(f"every graph must have num_nodes {num_nodes} nodes, got one with {wrong}")
+    for name, values in (("x", x), ("y", y)):
+        if len(values) != B * num_nodes:
+            raise ValueError(
+                f"{name} must have a row for each of {B} x {num_nodes} nodes, "
+                f"got the shape {tuple(values.shape)}"
+            )
+    return x.reshape(B, num_nodes, -1), y.reshape(B, num_nodes, -1)
+
+
+def _missing(batch: Any, **values: Any) -> str:
+    """Missing attributes of a ``Data``; empty for other objects."""
+    absent = [name for name, value in values.items() if value is None]
+    return f" without {' and '.join(absent)}" if hasattr(batch, "edge_index") else ""
+
+
+def as_data(edges: Tensor, threshold: float = 0.5) -> "Data":
+    """Convert edge probabilities, or a matrix of 0 and 1, to torch-geometric's ``Data``.
+
+    ``edge_index`` (2, E) contains the edges whose entry is at least the threshold, sources first,
+    and ``edge_weight`` (E,) their entries.
+
+    Args:
+        edges: (N, N), row j, column i for the edge from node j to node i.
+        threshold: smallest entry of an edge, in (0, 1].
+
+    >>> as_data(torch.tensor([[0.0, 0.9], [0.2, 0.6]])).edge_index.tolist()
+    [[0, 1], [1, 1]]
+    """
+    from torch_geometric.data import Data
+
+    require_within(0, 1, "(]", threshold=threshold)
+    edge_index = (edges.detach() >= threshold).nonzero().t().contiguous()
+    weights = edges.detach()[edge_index[0], edge_index[1]]
+    return Data(edge_index=edge_index, edge_weight=weights, num_nodes=len(edges))

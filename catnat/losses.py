@@ -1,4 +1,4 @@
-"""Likelihood of labels, energy score, the terms of the ELBO, importance-weighted likelihood."""
+"""Losses: likelihood of labels, energy score, terms of the ELBO, importance-weighted likelihood."""
 
 import math
 from collections.abc import Callable
@@ -11,17 +11,18 @@ from torch import Tensor, nn
 
 from catnat.checks import require_at_least, require_choice, require_within
 from catnat.distributions import checked_value
-from catnat.head import CategoricalHead
-from catnat.heads import make_head
-from catnat.natural import DEFAULT_TAIL
+from catnat.heads.base import CategoricalHead
+from catnat.heads.natural import DEFAULT_TAIL
+from catnat.heads.registry import make_head
 from catnat.numerics import at_least_float32, exp_of_log_probs, without_autocast
 
 
 class _PairwiseDistance(torch.autograd.Function):
     """``|x_m - x_n|`` for all pairs: ``(*, M, D) -> (*, M, M)``.
 
-    ``torch.cdist`` with another backward: with weights w_mn = g_mn / |x_m - x_n|, the gradient
-    sum_n w_mn (x_m - x_n) is one matrix product instead of two passes over all (m, n, d).
+    The value is that of ``torch.cdist``; the backward is faster. With weights
+    w_mn = g_mn / |x_m - x_n|, the gradient sum_n w_mn (x_m - x_n) is one matrix product instead of
+    two passes over all (m, n, d).
     """
 
     generate_vmap_rule = True
@@ -46,11 +47,11 @@ class _PairwiseDistance(torch.autograd.Function):
 
 
 def energy_score(samples: Tensor, target: Tensor) -> Tensor:
-    r"""Energy score of M samples x_m against the observation y, the lower the better.
+    r"""Energy score of M samples x_m for the observation y; lower is better.
 
     .. math:: \frac1M \sum_m \|x_m - y\|_2 - \frac1{2M(M-1)} \sum_{m \neq n} \|x_m - x_n\|_2
 
-    Unbiased for every M >= 2, hence possibly negative. Where two points coincide, their term
+    It is unbiased for every M >= 2 and can be negative. Where two points coincide, their term
     has gradient zero. Half precision is computed, and returned, in float32.
 
     Shapes: ``samples`` (M, \*, D), ``target`` (\*, D), result (\*).
@@ -66,13 +67,13 @@ def energy_score(samples: Tensor, target: Tensor) -> Tensor:
 
 
 def energy_from_terms(error: Tensor, distance: Tensor) -> Tensor:
-    r"""The energy score from what :func:`energy_terms` returns, (M, \*) and (\*, M, M) -> (\*)."""
+    r"""Energy score from the results of :func:`energy_terms`, (M, \*) and (\*, M, M) -> (\*)."""
     M = error.shape[0]
     return error.mean(0) - distance.sum((-2, -1)) / (2 * M * (M - 1))
 
 
 def energy_terms(samples: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    r"""What :func:`energy_score` is made of: distances to the target and between the samples.
+    r"""Terms of :func:`energy_score`: distances to the target and between the samples.
 
     Shapes: ``samples`` (M, \*, D), ``target`` (\*, D), results (M, \*) and (\*, M, M).
     """
@@ -105,7 +106,8 @@ def bernoulli_nll(logits: Tensor, x: Tensor, event_dims: int) -> Tensor:
     # Stricter than broadcasting, so that (B, 1) against (B, D) is an error and not a wrong number.
     if logits.shape[logits.dim() - x.dim() :] != x.shape:
         raise ValueError(
-            f"x of shape {tuple(x.shape)} does not end the shape {tuple(logits.shape)} of logits"
+            f"x of shape {tuple(x.shape)} must match the last dimensions of logits of shape "
+            f"{tuple(logits.shape)}"
         )
     logits = at_least_float32(logits)
     nll = F.binary_cross_entropy_with_logits(
@@ -141,9 +143,9 @@ def importance_weighted_nll(
 
     .. math:: -\log \frac1M \sum_m w_m, \qquad \log w_m = \log p(x, z_m) - \log q(z_m \mid x)
 
-    ``log_weights(m)`` draws m fresh samples and returns their log-weights. Memory holds the
-    log-weights of at most ``chunk_size`` samples, and a sum for each chunk. There is no gradient:
-    the estimate is for evaluation.
+    ``log_weights(m)`` draws m new samples and returns their log-weights. Memory holds the
+    log-weights of at most ``chunk_size`` samples and one sum for each chunk. The estimate is for
+    evaluation and has no gradient.
 
     Shapes: ``log_weights(m)`` (m, \*), result (\*).
 
@@ -166,27 +168,26 @@ def importance_weighted_nll(
 
 
 class HeadNLL(nn.Module):
-    r"""Negative log-likelihood of labels under a head: ``nn.CrossEntropyLoss`` for any head.
+    r"""Negative log-likelihood of labels: ``nn.CrossEntropyLoss`` for any head.
 
-    The scores are last, (\*, S), as everywhere in catnat: for the layout (N, C, d1, ...) of
-    ``nn.CrossEntropyLoss`` give ``dim=1``. Scores (N, C, C) without it are read as scores last.
-    Half precision is computed, and returned, in float32.
+    Scores are in the last dimension, (\*, S). Pass ``dim=1`` for the layout (N, C, d1, ...) of
+    ``nn.CrossEntropyLoss``. Half precision is computed and returned in float32.
 
-    A label that is not a category is a ValueError on the CPU. Elsewhere, and under torch.compile
-    and torch.func, its loss is NaN: the host does not wait for the device.
+    A label that is not a category raises a ValueError on the CPU. On other devices, and under
+    torch.compile and torch.func, its loss is NaN.
 
     Args:
-        head: a head, or its name. It is called as a module, so that probes and monitors see the
-            scores. ``"natural"`` has a tail of 0.05 here, because a likelihood does not forgive
-            impossible categories; ``tail=0`` is the paper's.
-        num_categories: K, where the head is a name.
-        weight: (K,), of each category. The mean is then a weighted mean, but for probabilities.
-        ignore_index: a label that counts for nothing, neither in value nor in gradient.
+        head: a head or its name. It is called as a module, so that probes and monitors see the
+            scores. ``"natural"`` has a tail of 0.05 here, because impossible categories have an
+            infinite loss; ``tail=0`` is the paper's head.
+        num_categories: number of categories (K), if the head is a name.
+        weight: weight of each category, (K,). The mean over labels is then a weighted mean.
+        ignore_index: label that contributes to neither value nor gradient.
         label_smoothing: share of the uniform distribution mixed into the targets, in [0, 1]; with a
             mask, of the uniform distribution over the allowed categories.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        dim: the dimension of the scores, and of the categories of targets and masks, where they
-            have more than one.
+        dim: dimension of the scores, and of the categories in targets and masks with more than one
+            dimension.
         options: options of a named head, as for :func:`~catnat.make_head`.
 
     >>> loss = HeadNLL("softmax", 3, label_smoothing=0.1)
@@ -210,7 +211,7 @@ class HeadNLL(nn.Module):
         super().__init__()
         if num_categories is None:
             if isinstance(head, str):
-                raise ValueError(f"num_categories is needed with the name {head!r} of a head")
+                raise ValueError(f"head {head!r} is a name, so num_categories is required")
             num_categories = head.num_categories
         require_choice(("mean", "sum", "none"), reduction=reduction)
         require_within(0, 1, label_smoothing=label_smoothing)
@@ -227,12 +228,12 @@ class HeadNLL(nn.Module):
         self.dim = dim
 
     def forward(self, scores: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        r"""The loss, reduced.
+        r"""The reduced loss.
 
         Args:
             scores: (\*, S).
-            target: (\*) categories, or (\*, K) probabilities of floating dtype.
-            mask: the categories that are allowed, as in ``head(scores, mask=mask)``.
+            target: categories (\*), or probabilities (\*, K) of a floating dtype.
+            mask: allowed categories, as in ``head(scores, mask=mask)``.
         """
         is_soft = target.is_floating_point()
         scores = self._categories_last(scores)
@@ -251,7 +252,7 @@ class HeadNLL(nn.Module):
             return reduced(self._cross_entropy(q.logits, target, mask), None, self.reduction)
         ignored = target == self.ignore_index
         label = checked_value(torch.where(ignored, 0, target), K, "target")
-        category = label.clamp(0, K - 1)  # another one only where that is no error
+        category = label.clamp(0, K - 1)  # on a GPU a wrong label is not an error
         weights = torch.ones((), device=label.device)
         if self.weight is not None:
             weights = self.weight[category]
@@ -281,7 +282,7 @@ class HeadNLL(nn.Module):
 
 
 def reduced(losses: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
-    """The losses themselves, their sum, or their sum over the sum of the weights."""
+    """Losses, their sum, or their sum divided by the sum of the weights."""
     if reduction == "none":
         return losses
     total = losses.sum()

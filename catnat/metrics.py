@@ -16,6 +16,10 @@ _BINS = 10  # of edge probabilities, in the calibration error
 class FisherOffDiagonalMass(Metric):
     """Off-diagonal mass of the mean of all Fisher matrices that were added.
 
+    The matrices are exact ones, or two independent estimates of each of them, as
+    :func:`catnat.fisher.paired_mean_fishers` makes them from draws: then the mass is the empirical
+    one, ``fim/off_diagonal_mass`` of the monitors, without a floor from noise.
+
     The state is the *sum of matrices*: batches and ranks are added first and the ratio is taken
     last. A mean of ratios would depend on how the data were cut. Over ranks use
     ``update -> compute -> reset``; ``metric(x)`` returns each rank's own batch value.
@@ -34,6 +38,7 @@ class FisherOffDiagonalMass(Metric):
     full_state_update = False
 
     fisher_sum: Tensor
+    other_sum: Tensor
 
     def __init__(self, num_scores: int, norm: str = "fro", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -41,25 +46,37 @@ class FisherOffDiagonalMass(Metric):
         self.norm = norm
         zeros = torch.zeros(num_scores, num_scores, dtype=torch.float64)
         self.add_state("fisher_sum", zeros, dist_reduce_fx="sum")
+        self.add_state("other_sum", zeros.clone(), dist_reduce_fx="sum")
 
-    def update(self, fisher: Tensor, weight: int = 1) -> None:
+    def update(self, fisher: Tensor, weight: int = 1, other: Tensor | None = None) -> None:
         """Add matrices.
 
         Args:
             fisher: (*, S, S); leading dimensions are summed over.
             weight: how many rows each matrix is a mean of, as with ``head.mean_fisher(scores)``.
+            other: estimates of the same matrices from other draws, (*, S, S); None if the matrices
+                are exact. Exact matrices and estimates are not mixed.
         """
+        if other is not None and self.norm != "fro":
+            raise ValueError(f"two estimates need norm 'fro', got {self.norm!r}")
         size = self.fisher_sum.shape[-1]
-        if fisher.shape[-2:] != (size, size):
-            raise ValueError(
-                f"expected Fisher matrices of shape (*, {size}, {size}), got {tuple(fisher.shape)}"
-            )
-        flat = fisher.detach().reshape(-1, size, size)
-        self.fisher_sum += flat.sum(0).to(self.fisher_sum.dtype) * weight
+        for total, added in (
+            (self.fisher_sum, fisher),
+            (self.other_sum, fisher if other is None else other),
+        ):
+            if added.shape[-2:] != (size, size):
+                shape = tuple(added.shape)
+                raise ValueError(
+                    f"expected Fisher matrices of shape (*, {size}, {size}), got {shape}"
+                )
+            flat = added.detach().reshape(-1, size, size)
+            total += flat.sum(0).to(total.dtype) * weight
 
     def compute(self) -> Tensor:
         """The mass, a scalar in [0, 1]."""
-        return off_diagonal_mass(self.fisher_sum, self.norm).float()
+        if self.norm != "fro":
+            return off_diagonal_mass(self.fisher_sum, self.norm).float()
+        return off_diagonal_mass(self.fisher_sum, other=self.other_sum).float()
 
 
 class RowMeans(Metric):
