@@ -9,6 +9,10 @@ import math
 import os
 from importlib.metadata import version
 
+import pytest
+
+pytest.importorskip("jaxlib", reason="needs the extra [jax]")
+
 # Compiling takes the time of these tests, half of it for making code fast. So a test compiles one
 # function where it can: JAX compiles every operation outside of jit alone.
 # XLA ends the process at a flag that it does not know.
@@ -20,7 +24,6 @@ os.environ.setdefault(
 
 import jax
 import numpy as np
-import pytest
 from cases import slow
 
 from catnat.jax import head_names

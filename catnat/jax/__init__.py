@@ -1,4 +1,4 @@
-"""The heads in JAX: the same distributions as in torch, as stateless objects.
+"""Heads in JAX: stateless objects with the same distributions as in torch.
 
 >>> import jax, jax.numpy as jnp
 >>> from catnat.jax import make_head
@@ -11,7 +11,7 @@ True
 
 This package needs JAX (``pip install "catnat[jax]"``). It does not import torch, and no other part
 of catnat imports it. All functions work under ``jax.jit``, ``jax.vmap`` and ``jax.grad``, in
-float32, in bfloat16 (computed in float32) and, where JAX is told to use it, in float64.
+float32, in bfloat16 (computed in float32) and, if JAX enables it, in float64.
 """
 
 from catnat.jax.distribution import Categorical

@@ -1,4 +1,4 @@
-"""The distribution a head returns."""
+"""The distribution that a head returns."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from catnat.jax.estimators import gumbel_rao, reinmax
 
 if TYPE_CHECKING:
     from catnat.jax.head import CategoricalHead
@@ -18,12 +20,12 @@ class Categorical:
     """A categorical distribution with distrax's names, made by calling a head.
 
     It is a pytree with the scores as its only leaf, so that functions under ``jax.jit`` and
-    ``jax.vmap`` take and return it. Nothing is computed before it is asked for: with a catnat head
+    ``jax.vmap`` can take and return it. Results are computed on demand: with a catnat head
     ``log_prob`` and ``sample`` take O(log K) operations.
 
     Args:
-        scores: (*, S); infinite ones stand for a mask, see ``CategoricalHead.masked``.
-        head: the :class:`CategoricalHead` that turns the scores into probabilities.
+        scores: scores (*, S); infinite scores represent a mask, see ``CategoricalHead.masked``.
+        head: :class:`CategoricalHead` that turns the scores into probabilities.
 
     >>> from catnat.jax import make_head
     >>> make_head("natural", 4)(jnp.zeros(3)).entropy().round(4)
@@ -35,7 +37,7 @@ class Categorical:
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
-        """The shape of one sample."""
+        """Shape of one sample."""
         return self.scores.shape[:-1]
 
     @property
@@ -56,8 +58,8 @@ class Categorical:
         """Categories drawn at random, (*sample_shape, *) in int32.
 
         Args:
-            seed: a key of ``jax.random``.
-            sample_shape: the shape of the draws from every distribution of the batch.
+            seed: key of ``jax.random``.
+            sample_shape: shape of the draws from each distribution of the batch.
         """
         return self.head.sample(seed, self.scores, sample_shape)
 
@@ -70,10 +72,41 @@ class Categorical:
 
     def rsample_straight_through(self, *, seed: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """:meth:`sample` as one-hot vectors, (*sample_shape, *, K), with the gradient of probs."""
-        value = self.sample(seed=seed, sample_shape=sample_shape)
         p = self.probs
-        drawn = jax.nn.one_hot(value, self.head.num_categories, dtype=p.dtype)
-        return drawn + (p - jax.lax.stop_gradient(p))
+        return self._one_hot(seed, sample_shape) + (p - jax.lax.stop_gradient(p))
+
+    def rsample_reinmax(self, *, seed: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        """:meth:`sample` as one-hot vectors, (*sample_shape, *, K), with ReinMax's gradient.
+
+        ZGR is the same estimator, see :func:`catnat.jax.estimators.reinmax`.
+        """
+        return reinmax(self.logits, self._one_hot(seed, sample_shape))
+
+    def rsample_gumbel_rao(
+        self,
+        *,
+        seed: Array,
+        temperature: float | Array = 1.0,
+        num_draws: int = 8,
+        sample_shape: tuple[int, ...] = (),
+    ) -> Array:
+        """One-hot samples, (*sample_shape, *, K), with the mean gradient of relaxed samples.
+
+        Args:
+            seed: key of ``jax.random``.
+            temperature: temperature of the relaxed samples, > 0; it is not checked.
+            num_draws: relaxed samples for each sample, see
+                :func:`catnat.jax.estimators.gumbel_rao`.
+            sample_shape: shape of the draws from each distribution of the batch.
+        """
+        of_sample, of_noise = jax.random.split(seed)
+        one_hot = self._one_hot(of_sample, sample_shape)
+        return gumbel_rao(self.logits, one_hot, temperature, num_draws, seed=of_noise)
+
+    def _one_hot(self, seed: Array, sample_shape: tuple[int, ...]) -> Array:
+        """:meth:`sample` as one-hot vectors, in the dtype of the probabilities."""
+        value = self.sample(seed=seed, sample_shape=sample_shape)
+        return jax.nn.one_hot(value, self.head.num_categories, dtype=self.logits.dtype)
 
     def mode(self) -> Array:
         """The most likely category, (*) in int32; -1 where the scores are NaN."""
@@ -91,11 +124,12 @@ class Categorical:
         return (jnp.exp(log_p) * (log_p - other.logits)).sum(-1)
 
     def path_entropy(self, value: Array) -> Array:
-        r"""An estimate of :meth:`entropy` from one category, (*), in O(log K); tree heads alone.
+        r"""Estimate of :meth:`entropy` from one category, (*), in O(log K); only for tree heads.
 
-        The sum of the entropies of the nodes above ``value``. Over samples of this distribution it
-        has the mean sum_i P(node i) H(a_i), the entropy, and its gradient in the scores has the
-        mean of the entropy's gradient. It is never negative, and varies much less than -log p.
+        It is the sum of the entropies of the nodes above ``value``. Over samples of this
+        distribution its mean is sum_i P(node i) H(a_i), the entropy, and the mean of its gradient
+        in the scores is the gradient of the entropy. It is never negative and has a much smaller
+        variance than -log p.
         """
         tree: Any = self.head
         taken, other = tree.path_logs(self.scores, value)
@@ -103,14 +137,14 @@ class Categorical:
         return _path_sum(entropies, taken)
 
     def path_kl(self, other: "Categorical", value: Array) -> Array:
-        r"""An estimate of KL(self || other) from one category, (*), in O(log K); tree heads alone.
+        r"""Estimate of KL(self || other) from one category, (*), in O(log K); only for tree heads.
 
-        The sum of the binary divergences at the nodes above ``value``. Over samples of this
-        distribution it has the mean sum_i P(node i) KL(a_i || b_i), the divergence, and gradients
-        in the scores of both distributions with the means of the exact ones. It is never negative.
+        It is the sum of the binary divergences at the nodes above ``value``. Over samples of this
+        distribution its mean is sum_i P(node i) KL(a_i || b_i), the divergence, and the means of
+        its gradients in the scores of both distributions are the exact ones. It is never negative.
 
         Args:
-            other: of a tree head with as many categories.
+            other: distribution of a tree head with the same number of categories.
             value: samples of this distribution.
         """
         tree: Any = self.head
@@ -129,7 +163,7 @@ class Categorical:
 def _path_sum(terms: Array, steps: Array) -> Array:
     """Sum along a path, (*, H) -> (*), with the gradient of the mean over all paths.
 
-    Entries go from the leaf up: those before an entry are below its node, and move with the
+    Entries go from the leaf up. The entries before an entry are below its node and depend on the
     log-probability of the step there.
     """
     below = jax.lax.stop_gradient(jnp.cumsum(terms, -1) - terms)

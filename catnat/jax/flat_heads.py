@@ -1,4 +1,4 @@
-"""The heads by name: softmax and sparsemax, and any head with some of the uniform distribution."""
+"""Softmax, sparsemax and mixtures with the uniform distribution; heads by name."""
 
 import math
 from dataclasses import dataclass, field
@@ -24,11 +24,11 @@ def head_names() -> tuple[str, ...]:
 
 
 def make_head(name: str, num_categories: int, mix: float = 0.0, **options: Any) -> CategoricalHead:
-    """Build a head by its name.
+    """Build a head by name.
 
     Args:
         name: a name from :func:`head_names`, or ``"catnat-sigmoid"``, ``"catnat-natural"``.
-        num_categories: K >= 2.
+        num_categories: number of categories (K), at least 2.
         mix: share of the uniform distribution, 0 <= mix < 1; see
             :class:`~catnat.jax.flat_heads.MixedHead`.
         options: options of the named head, such as ``tail`` for natural.
@@ -46,7 +46,8 @@ def make_head(name: str, num_categories: int, mix: float = 0.0, **options: Any) 
 class SoftmaxHead(CategoricalHead):
     r"""p_k = exp(s_k) / sum_j exp(s_j), S = K.
 
-    Its Fisher matrix diag(p) - p p^T is dense and singular: shifting all scores changes nothing.
+    Its Fisher matrix diag(p) - p p^T is dense and singular: adding a constant to all scores does
+    not change p.
     """
 
     name = "softmax"
@@ -60,10 +61,10 @@ class SoftmaxHead(CategoricalHead):
 
 @dataclass(frozen=True)
 class SparsemaxHead(CategoricalHead):
-    r"""p = the point of the simplex nearest to the scores, S = K; sets many p_k to exactly 0.
+    r"""p is the point of the simplex nearest to the scores, S = K; many p_k are exactly 0.
 
-    An impossible category gets no gradient. Where log-ratios of probabilities matter (PPO), mix
-    in a little of the uniform distribution.
+    An impossible category gets no gradient. If log-ratios of probabilities matter, as in PPO, mix
+    in a small share of the uniform distribution.
     """
 
     name = "sparsemax"
@@ -81,12 +82,11 @@ class SparsemaxHead(CategoricalHead):
 def _project(scores: Array) -> Array:
     """p_k = max(s_k - tau, 0) with tau such that the p_k sum to 1 (Martins and Astudillo, 2016).
 
-    Computed in float64, whatever JAX is told to use elsewhere, so that probabilities just above 0
-    keep their relative accuracy.
+    It is always computed in float64, so that probabilities just above 0 are accurate.
     """
     with jax.enable_x64(True):
         z = scores.astype(jnp.float64)
-        z = jnp.maximum(z - z.max(-1, keepdims=True), -2.0)  # lower ones never matter
+        z = jnp.maximum(z - z.max(-1, keepdims=True), -2.0)  # lower scores never matter
         ranked = jnp.sort(z, -1, descending=True)
         excess = jnp.cumsum(ranked, -1) - 1
         rank = jnp.arange(1, scores.shape[-1] + 1)
@@ -97,7 +97,7 @@ def _project(scores: Array) -> Array:
 
 @_project.defjvp
 def _project_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """On the support a tangent minus its mean, 0 elsewhere."""
+    """The tangent minus its mean on the support; 0 elsewhere."""
     p = _project(*primals)
     tangent = tangents[0]
     support = ~(p <= 0)
@@ -107,14 +107,14 @@ def _project_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
 
 @dataclass(frozen=True)
 class MixedHead(CategoricalHead):
-    """q = (1 - mix) p + mix / n with p of another head, on the n categories that are allowed.
+    """q = (1 - mix) p + mix / n over the n allowed categories, with p from the inner head.
 
-    n is K without a mask. Even a tree's Fisher matrix becomes dense by mixing, and ``log_prob`` and
-    ``sample`` take O(K).
+    Without a mask n is K. Mixing makes the Fisher matrix dense, also for a tree, and ``log_prob``
+    and ``sample`` take O(K).
 
     Args:
-        inner: the head that gives p.
-        mix: the share of the uniform distribution, 0 < mix < 1.
+        inner: head that computes p.
+        mix: share of the uniform distribution, 0 < mix < 1.
     """
 
     num_categories: int = field(init=False, repr=False)
@@ -142,7 +142,7 @@ class MixedHead(CategoricalHead):
         return self.inner._masked(scores, mask, before)
 
     def allowed(self, scores: Array) -> Array:
-        """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
+        """Recover the mask from :meth:`masked` scores, (*, S) -> (*, K) bool."""
         return self.inner.allowed(scores)
 
 

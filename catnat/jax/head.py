@@ -1,4 +1,4 @@
-"""CategoricalHead: what every head has."""
+"""CategoricalHead: the base class of the heads in JAX."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from catnat.jax.numerics import at_least_float32, pick, uniform
 class CategoricalHead(ABC):
     """Maps S scores to a distribution over K categories.
 
-    A head holds its options and nothing else. It never changes and is hashable, so that it can be a
-    static argument of ``jax.jit``; as part of a pytree it has no leaves.
+    A head holds only its options. It is immutable and hashable, so that it can be a static argument
+    of ``jax.jit``; as part of a pytree it has no leaves.
 
     Args:
-        num_categories: K, at least 2.
+        num_categories: number of categories (K), at least 2.
 
     Shapes:
         scores (*, S); probabilities (*, K); Fisher matrices (*, S, S).
@@ -39,7 +39,7 @@ class CategoricalHead(ABC):
 
     @property
     def num_scores(self) -> int:
-        """S, the number of scores: K, and K - 1 for the catnat heads."""
+        """Number of scores (S): K, or K - 1 for the catnat heads."""
         return self.num_categories
 
     @abstractmethod
@@ -47,7 +47,7 @@ class CategoricalHead(ABC):
         """Normalized log-probabilities, (*, S) -> (*, K): finite for every finite score."""
 
     def __call__(self, scores: Array, mask: Array | None = None) -> Categorical:
-        """The distribution these scores stand for, over the categories that the mask allows."""
+        """Distribution of these scores over the allowed categories."""
         scores = self._checked(scores) if mask is None else self.masked(scores, mask)
         return Categorical(scores, self)
 
@@ -73,7 +73,7 @@ class CategoricalHead(ABC):
     def log_prob(self, scores: Array, value: Array) -> Array:
         """Log-probability of the categories ``value``, whose shape broadcasts with the batch shape.
 
-        NaN for a value that is not a category.
+        The result is NaN for a value that is not a category.
         """
         value, is_category = checked_value(value, self.num_categories)
         log_prob = pick(self.log_probs(scores), value[..., None])[..., 0]
@@ -82,7 +82,7 @@ class CategoricalHead(ABC):
     def sample(self, key: Array, scores: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """Categories drawn at random, (*sample_shape, *) in int32; -1 where the scores are NaN.
 
-        Every category has a clock that rings after a time of mean 1 / p. The first one is drawn.
+        Each category draws an exponential time with mean 1 / p, and the shortest time wins.
         """
         log_probs = self.log_probs(scores)
         u = uniform(key, (*sample_shape, *log_probs.shape), log_probs.dtype)
@@ -91,11 +91,11 @@ class CategoricalHead(ABC):
         return jnp.where(jnp.isnan(log_probs).any(-1), -1, first)
 
     def masked(self, scores: Array, mask: Array) -> Array:
-        """Scores under which a category that the mask forbids is impossible, (*, S) -> (*, S).
+        """Scores that make forbidden categories impossible, (*, S) -> (*, S).
 
-        All other methods take the result like any scores: a forbidden category has probability
-        exactly 0 and is never drawn, and scores that no longer matter get no gradient. Scores that
-        are masked already may be masked again: both masks then hold.
+        All other methods accept the result as scores. A forbidden category has probability exactly
+        0 and is never drawn; scores that no longer matter get no gradient. Masked scores can be
+        masked again: both masks then apply.
 
         Args:
             scores: (*, S).
@@ -112,11 +112,11 @@ class CategoricalHead(ABC):
         return jnp.where(mask.any(-1, keepdims=True), filled, jnp.nan)
 
     def _masked(self, scores: Array, mask: Array, before: Array) -> Array:
-        """Scores under this mask, which is part of the mask that they had before."""
+        """Scores under this mask, a subset of their earlier mask ``before``."""
         return jnp.where(mask, scores, -jnp.inf)
 
     def allowed(self, scores: Array) -> Array:
-        """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
+        """Recover the mask from :meth:`masked` scores, (*, S) -> (*, K) bool."""
         return self._checked(scores) != -jnp.inf
 
     def _checked(self, scores: Array) -> Array:
@@ -125,7 +125,7 @@ class CategoricalHead(ABC):
 
 
 def checked_value(value: Array, num_categories: int) -> tuple[Array, Array]:
-    """Categories as int32, and which of them are in 0..K-1; the others are replaced by 0."""
+    """Categories as int32, with 0 in place of invalid ones, and whether they are valid."""
     value = jnp.asarray(value)
     is_category = (value >= 0) & (value < num_categories)
     return jnp.where(is_category, value, 0).astype(jnp.int32), is_category

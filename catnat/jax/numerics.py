@@ -1,11 +1,12 @@
-"""Numerics of the JAX heads: the rules of :mod:`catnat.numerics`, which is written for torch.
+"""Numerical conventions and helpers of the JAX heads, as in :mod:`catnat.numerics` for torch.
 
 - Every finite score gives finite log-probabilities, probabilities that sum to 1, and finite
   gradients. An impossible category has probability exactly 0, and a finite log-probability.
-- Half precision is computed, and returned, in float32.
-- A result that depends on a NaN score is NaN. In a tree an infinite score decides for sure; with
+- Half precision is computed and returned in float32.
+- A result that depends on a NaN score is NaN. In a tree an infinite score makes its node certain;
+in
   softmax and sparsemax a score of -inf is an impossible category.
-- Python looks at shapes and dtypes, never at values: wrong values become NaN, never a wrong number.
+- Python reads shapes and dtypes, never values: invalid values become NaN, never a wrong number.
 """
 
 from functools import partial
@@ -25,14 +26,14 @@ def at_least_float32(x: Array) -> Array:
 
 
 def largest_score(dtype: Any) -> float:
-    """Largest size of a log-probability: sums over 10^6 categories, and differences, are finite."""
+    """Largest absolute log-probability; sums over 10^6 categories and differences stay finite."""
     return float(jnp.finfo(dtype).max) / 2**24
 
 
 def log_never(dtype: Any) -> float:
-    """Log-probability of an impossible step on a path: possible steps do not add up to so little.
+    """Log-probability of an impossible step on a path, below every sum of possible steps.
 
-    The sum along a path stays finite, and :func:`floored_sums` makes it :data:`LOG_ZERO`.
+    The sum along a path stays finite, and :func:`floored_sums` replaces it with :data:`LOG_ZERO`.
     """
     return float(jnp.finfo(dtype).min) / 2**8
 
@@ -53,10 +54,10 @@ def safe_log(x: Array) -> Array:
 
 
 def uniform(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Uniform numbers in [0, 1), small ones with the relative accuracy of their dtype.
+    """Uniform numbers in [0, 1), whose small values have the relative accuracy of their dtype.
 
-    ``jax.random.uniform`` draws multiples of eps. An event of probability 1e-9 would so happen with
-    probability 1e-7 in float32. A second draw therefore gives the digits below eps.
+    ``jax.random.uniform`` draws multiples of eps, so an event of probability 1e-9 would have
+    probability 1e-7 in float32. A second draw therefore adds the digits below eps.
     """
     eps = float(jnp.finfo(dtype).eps)
     high, low = jax.random.uniform(key, (2, *shape), dtype)

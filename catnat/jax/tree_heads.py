@@ -1,7 +1,7 @@
-"""The catnat heads: a tree of binary decisions, whose Fisher matrix is diagonal.
+"""The catnat heads: a tree of binary splits, whose Fisher matrix is diagonal.
 
-:mod:`catnat.tree` describes the tree: internal nodes have the heap numbers 1..K-1 and the score
-indices 0..K-2, leaves the heap numbers K..2K-1; the children of node j are 2j and 2j + 1.
+:mod:`catnat.heads.nodes` describes the tree: internal nodes have the heap numbers 1..K-1 and the
+score indices 0..K-2, leaves the heap numbers K..2K-1; the children of node j are 2j and 2j + 1.
 """
 
 import math
@@ -17,9 +17,9 @@ import numpy as np
 from jax import Array
 
 from catnat.checks import require_tail, require_within
+from catnat.heads.natural import NaturalNumbers
 from catnat.jax.head import CategoricalHead, checked_value
 from catnat.jax.numerics import LOG_ZERO, floored_sums, largest_score, log_never, pick, uniform
-from catnat.natural import NaturalNumbers
 
 Constants = Array | np.ndarray
 Sides = tuple[Array, Array]
@@ -27,20 +27,20 @@ Sides = tuple[Array, Array]
 
 
 class CatnatHead(CategoricalHead):
-    r"""A head with a diagonal Fisher matrix: a tree of binary decisions, with S = K - 1 scores.
+    r"""A head with a diagonal Fisher matrix: a tree of binary splits, with S = K - 1 scores.
 
     Class k with bits b_1..b_H has p_k = prod_h a_h^{b_h} (1 - a_h)^{1 - b_h}. The Fisher matrix is
     diagonal: G_ii = P(node i) a'^2 / (a (1 - a)) (the paper's Theorem). It stays diagonal under a
-    mask: a node with one empty side goes to the other and has no information.
+    mask: a node with one empty side is certain and has no information.
 
-    A subclass says how a score divides the probability of its node. The ``constants`` of the nodes
-    are (R, S), or (R, 1) where all nodes have the same center C; x is s - C.
+    A subclass defines how a score divides the probability of its node. The ``constants`` of the
+    nodes are (R, S), or (R, 1) where all nodes have the same center C; x is s - C.
 
     Each node has the center with which zero scores give the uniform distribution. Class k is at
     leaf k.
 
     Args:
-        num_categories: K, at least 2.
+        num_categories: number of categories (K), at least 2.
     """
 
     @property
@@ -50,7 +50,7 @@ class CatnatHead(CategoricalHead):
 
     @abstractmethod
     def logs(self, scores: Array, constants: Constants) -> Sides:
-        """log(1 - a) and log a of finite scores; finite, with finite derivatives, elsewhere."""
+        """log(1 - a) and log a; finite with finite derivatives, also for infinite scores."""
 
     @abstractmethod
     def split_at(self, left: Any, right: Any, xp: Any = jnp) -> Any:
@@ -58,7 +58,7 @@ class CatnatHead(CategoricalHead):
 
     @abstractmethod
     def node_constants(self, center: np.ndarray, dtype: Any) -> np.ndarray:
-        """The constants of nodes with these centers C, which are in float64."""
+        """Constants of nodes with these centers C, which are float64."""
 
     def log_probs(self, scores: Array) -> Array:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
@@ -66,18 +66,19 @@ class CatnatHead(CategoricalHead):
         return floored_sums(sums)
 
     def log_prob(self, scores: Array, value: Array) -> Array:
-        """Log-probability of the categories ``value`` in O(log K): along their paths alone.
+        """Log-probability of the categories ``value`` in O(log K), from their paths.
 
-        The shape of ``value`` broadcasts with the batch shape. NaN for one that is not a category.
+        The shape of ``value`` broadcasts with the batch shape. The result is NaN for a value that
+        is not a category.
         """
         taken, _ = self.path_logs_by(partial(pick, self._checked(scores)), value)
         return floored_sums(taken.sum(-1))
 
     def path_logs(self, scores: Array, value: Array) -> tuple[Array, Array]:
-        """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each.
+        """Log-probabilities of the taken and the other branches on the paths, (*, H) each.
 
-        From the category up. If a path is shorter than H, its last entries are those of a certain
-        step. They are NaN for a value that is not a category.
+        Entries go from the category up. If a path is shorter than H, its last entries are those of
+        a certain step. The entries are NaN for a value that is not a category.
         """
         taken, other = self.path_logs_by(partial(pick, self._checked(scores)), value)
         return floored_sums(taken), floored_sums(other)
@@ -85,9 +86,9 @@ class CatnatHead(CategoricalHead):
     def path_logs_by(
         self, scores_at: Callable[[Array], Array], value: Array
     ) -> tuple[Array, Array]:
-        """As :meth:`path_logs`, for scores that a function gives for the indices of nodes.
+        """:meth:`path_logs` with a function from the indices of nodes to their scores.
 
-        An impossible step has the logarithm ``log_never``: see :func:`floored_sums`.
+        An impossible step has the logarithm ``log_never``, see :func:`floored_sums`.
         """
         leaf, is_category = checked_value(value, self.num_categories)
         child = leaf[..., None] + self.num_categories >> jnp.arange(self.num_scores.bit_length())
@@ -105,7 +106,7 @@ class CatnatHead(CategoricalHead):
         """Categories drawn at random in O(log K), (*sample_shape, *) in int32.
 
         A draw starts at the root and takes the rarer bit of a node if a uniform number is below
-        that bit's probability. The draw is -1 where it comes to a NaN score.
+        the probability of that bit. The draw is -1 if it reaches a NaN score.
         """
         scores = self._checked(scores)
         shape = (*sample_shape, *scores.shape[:-1])
@@ -114,7 +115,7 @@ class CatnatHead(CategoricalHead):
     def sample_by(
         self, key: Array, scores_at: Callable[[Array], Array], shape: tuple[int, ...], dtype: Any
     ) -> Array:
-        """As :meth:`sample`, for scores that a function gives for the indices of nodes."""
+        """:meth:`sample` with a function from the indices of nodes to their scores."""
         K = self.num_categories
         place = jnp.ones(shape, jnp.int32)  # heap numbers
         is_nan = jnp.zeros(shape, bool)
@@ -129,9 +130,9 @@ class CatnatHead(CategoricalHead):
         return jnp.where(is_nan, -1, place - K)
 
     def information(self, scores: Array) -> Array:
-        """Fisher information a'^2 / (a (1 - a)) of each node alone, (*, S) -> (*, S).
+        """Fisher information a'^2 / (a (1 - a)) of each node, (*, S) -> (*, S).
 
-        The slope of -log(1 - a) times that of log a.
+        It is the slope of -log(1 - a) times the slope of log a.
         """
         scores = self._checked(scores)
         _, (left, right) = jax.jvp(self._log_activation, (scores,), (jnp.ones_like(scores),))
@@ -143,38 +144,38 @@ class CatnatHead(CategoricalHead):
         return jnp.exp(log_node_probs) * self.information(scores)
 
     def fisher(self, scores: Array) -> Array:
-        """The diagonal matrix of :meth:`fisher_diagonal`."""
+        """Diagonal matrix of :meth:`fisher_diagonal`."""
         diagonal = self.fisher_diagonal(scores)[..., None]
         return jnp.where(jnp.eye(self.num_scores, dtype=bool), diagonal, 0.0)
 
     def _masked(self, scores: Array, mask: Array, before: Array) -> Array:
-        """A node with one empty side goes to the other; a node without leaves is never reached.
+        """Make a node with one empty side certain; a node without leaves is never reached.
 
         The other nodes get the centers at which zero scores give the uniform distribution over the
-        allowed categories, in place of those they had before.
+        allowed categories.
         """
         left, right = subtree_sums(mask.astype(scores.dtype))
         sides_before = subtree_sums(before.astype(scores.dtype))
         shift = self._even_split(left, right) - self._even_split(*sides_before)
-        scores = scores + shift  # exactly 0 where the mask changes nothing
+        scores = scores + shift  # the shift is exactly 0 where the mask has no effect
         one_sided = jnp.where(left > 0, -jnp.inf, jnp.where(right > 0, jnp.inf, 0.0))
         is_split = (left > 0) & (right > 0)
         return jnp.where(is_split, scores, one_sided)
 
     def _even_split(self, left: Array, right: Array) -> Any:
-        """x that divides as the leaves on both sides do; into halves where a side has none."""
+        """x that divides in proportion to the leaves on both sides; halves if a side is empty."""
         is_split = (left > 0) & (right > 0)
         return self.split_at(jnp.where(is_split, left, 1), jnp.where(is_split, right, 1))
 
     def allowed(self, scores: Array) -> Array:
-        """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
+        """Recover the mask from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
         scores = self._checked(scores)
         return path_sums((scores == jnp.inf) * 1, (scores == -jnp.inf) * 1)[1] == 0
 
     def _log_activation(self, scores: Array, node: Array | None = None) -> Sides:
         """log(1 - a) and log a of all nodes, or of the nodes with these indices.
 
-        An infinite score, which a mask makes, has an impossible side.
+        An infinite score, as in a masked row, makes one side impossible.
         """
         constants: Constants = constants_of(self, scores.dtype)
         if node is not None and constants.shape[-1] > 1:
@@ -190,7 +191,7 @@ class CatnatHead(CategoricalHead):
 class SigmoidHead(CatnatHead):
     """catnat with a(s) = 1 / (1 + exp(-x)), x = s - C.
 
-    Scores beyond :func:`~catnat.jax.numerics.largest_score` count as that score, with slope 0.
+    Scores beyond :func:`~catnat.jax.numerics.largest_score` are clamped to it, with slope 0.
     """
 
     name = "sigmoid"
@@ -207,7 +208,7 @@ class SigmoidHead(CatnatHead):
         return xp.log(right) - xp.log(left)
 
     def node_constants(self, center: np.ndarray, dtype: Any) -> np.ndarray:
-        """The centers themselves, (1, S)."""
+        """Centers C, (1, S)."""
         return center[None].astype(dtype)
 
 
@@ -215,19 +216,19 @@ class SigmoidHead(CatnatHead):
 class NaturalHead(NaturalNumbers, CatnatHead):
     r"""catnat with a(s) = (1 + sin(pi (s - C) / A)) / 2 for |s - C| <= A/2, flat beyond.
 
-    Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary). With a ``tail`` a(s) is the
-    same until its rarer side has that probability, and continues as an exponential: no score is
-    without gradient, and no probability is 0.
+    Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary). With a ``tail`` a(s)
+    continues as an exponential where its rarer side has that probability: every score has a
+    gradient, and no probability is 0.
 
-    The methods compute with the distance d of s to the *nearer* one of the edges C - A/2 and
-    C + A/2, and with theta = pi d / (2A): the rarer bit has probability sin^2(theta). An edge is
-    stored as a sum of two numbers, so that d is accurate right up to the edge. From the distance
+    The methods use the distance d from s to the *nearer* of the edges C - A/2 and C + A/2, and
+    theta = pi d / (2A): the rarer bit has probability sin^2(theta). An edge is stored as a sum of
+    two numbers, so that d is accurate up to the edge. From the distance
     d_t where the rarer bit has the probability ``tail``, its probability continues as
     tail exp(-r (d_t - d)), with the slope r that log sin^2(theta) has there.
 
     Args:
-        num_categories: K, at least 2.
-        amplitude: A, the width of the region in which a(s) moves; 2 pi gives the sigmoid's slope
+        num_categories: number of categories (K), at least 2.
+        amplitude: width of the region in which a(s) moves (A); 2 pi gives the slope of the sigmoid
             at 0.
         tail: probability of the rarer side at which the tail begins, 0 (no tail, the paper's head)
             or 1e-30 <= tail < 1/2.
@@ -237,13 +238,13 @@ class NaturalHead(NaturalNumbers, CatnatHead):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_within(1e-15, 1e15, amplitude=self.amplitude)  # float32 has no room for others
+        require_within(1e-15, 1e15, amplitude=self.amplitude)  # range of float32
         require_tail(self.tail)
 
     def logs(self, scores: Array, constants: Constants) -> Sides:
         """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one.
 
-        Outside, on an edge or beyond it or in the tail, theta is 1 and not used.
+        On and beyond an edge, and in the tail, theta is 1 and not used.
         """
         distance, upper = self._distance(scores, constants)
         outside = distance <= self.joint
@@ -258,7 +259,7 @@ class NaturalHead(NaturalNumbers, CatnatHead):
         return jnp.where(upper, rare, likely), jnp.where(upper, likely, rare)
 
     def information(self, scores: Array) -> Array:
-        """(pi/A)^2 up to the edges and on them, 0 outside; it falls in the tail."""
+        """(pi/A)^2 up to and on the edges, 0 outside; it decreases in the tail."""
         if self.tail:
             return super().information(scores)
         scores = self._checked(scores)
@@ -266,7 +267,7 @@ class NaturalHead(NaturalNumbers, CatnatHead):
         return jnp.where(distance < 0, 0.0, self.rate**2 + 0 * distance)  # NaN stays NaN
 
     def split_at(self, left: Any, right: Any, xp: Any = jnp) -> Any:
-        """A/2 - d where the upper edge is nearer, d - A/2 elsewhere."""
+        """A/2 - d if the upper edge is nearer, otherwise d - A/2."""
         rare = xp.minimum(left, right)
         likely = xp.maximum(left, right)
         d = xp.arctan2(xp.sqrt(rare), xp.sqrt(likely)) * (2 / self.rate)
@@ -287,8 +288,8 @@ class NaturalHead(NaturalNumbers, CatnatHead):
     def _distance(self, scores: Array, constants: Constants) -> tuple[Array, Array]:
         """Distance to the nearer edge, negative outside, and whether that is the upper edge.
 
-        The edge is chosen before its low part is added. XLA would turn (high - s) + low with
-        constant parts into (high + low) - s, and the low part would be lost.
+        The edge is selected before its low part is added: XLA would turn (high - s) + low with
+        constant parts into (high + low) - s, which loses the low part.
         """
         above = constants[0] - scores
         below = scores - constants[2]
@@ -299,11 +300,11 @@ class NaturalHead(NaturalNumbers, CatnatHead):
 
 @lru_cache(maxsize=64)
 def constants_of(head: CatnatHead, dtype: Any) -> np.ndarray:
-    """``head.node_constants``, (R, S), or (R, 1) where all nodes are alike."""
+    """``head.node_constants``, (R, S), or (R, 1) if all nodes have the same constants."""
     K = head.num_categories
     centers = np.zeros(1)
     if K & (K - 1):  # not a power of two
-        with jax.ensure_compile_time_eval():  # numbers, also where a caller is being traced
+        with jax.ensure_compile_time_eval():  # concrete numbers, also while a caller is traced
             left, right = np.asarray(subtree_sums(jnp.ones(K)), np.float64)
         centers = -head.split_at(left, right, np)
     return head.node_constants(centers, dtype)
@@ -334,7 +335,7 @@ def path_sums(left: Array, right: Array) -> tuple[Array, Array]:
 
 
 def subtree_sums(leaves: Array) -> Sides:
-    """Sum leaf values over both subtrees of every node: the transpose of :func:`path_sums`.
+    """Sum leaf values over both subtrees of every node, the transpose of :func:`path_sums`.
 
     Args:
         leaves: (*, K).

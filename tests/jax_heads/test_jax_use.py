@@ -1,16 +1,20 @@
 """The JAX heads in use: samples, the distribution, jit and vmap, errors, the example."""
 
+import pytest
+
+pytest.importorskip("jax", reason="needs the extra [jax]")
+
 import math
 import pickle
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 from cases import slow
 from cases_fresh import one_server, run_fresh
@@ -219,8 +223,8 @@ def test_shapes(name):
 def test_the_output_layer_is_that_of_torch():
     order = np.random.default_rng(5).permutation(30).tolist()
     layer = catnat.TreeLinear(4, 30, "natural", frequent=[3, 7, 9], order=order)
-    ours = TreeLinear(30, "natural", frequent=3, order=tuple(layer.order.tolist()))
-    parameters = {name: jnp.asarray(x.numpy()) for name, x in layer.state_dict().items()}
+    ours, parameters = TreeLinear.from_state_dict(layer.state_dict(), "natural")
+    assert ours == TreeLinear(30, "natural", frequent=3, order=layer.order.tolist())
     hidden, plain = torch.randn(30, 4), TreeLinear(30)
 
     @jax.jit
@@ -241,6 +245,49 @@ def test_the_output_layer_is_that_of_torch():
     assert difference(total, np.ones(30)) < 2e-6
     with pytest.raises(ValueError, match="needs a tree head"):
         TreeLinear(30, "softmax")
+
+
+@pytest.mark.parametrize("frequent", [0, [3, 7, 9]])
+def test_an_output_layer_of_torch_has_its_loss_gradients_and_best_classes_in_jax(frequent):
+    torch.manual_seed(0)
+    layer = catnat.TreeLinear(4, 30, order=torch.randperm(30), frequent=frequent)
+    ours, parameters = TreeLinear.from_state_dict(layer.state_dict())
+    hidden, target = torch.randn(9, 4), torch.randint(30, (9,))
+    target[2] = -100
+    states = jnp.asarray(hidden.numpy())
+
+    @jax.jit
+    def compute(parameters):
+        loss = jax.value_and_grad(ours.nll)(parameters, states, jnp.asarray(target.numpy()))
+        return loss, ours.log_probs(parameters, states), ours.topk(parameters, states, 5)
+
+    (loss, grads), log_probs, (values, classes) = compute(parameters)
+    expected = layer.nll(hidden, target)
+    expected.backward()
+    assert difference(loss, expected.detach()) < 2e-6
+    for name, parameter in layer.named_parameters():
+        assert difference(grads[name], parameter.grad) < 2e-6
+    assert difference(log_probs, layer.log_probs(hidden).detach()) < 2e-6
+    assert difference(values, layer.topk(hidden, 5).values.detach()) < 2e-6
+    assert np.array_equal(classes, layer.topk(hidden, 5).indices)
+
+
+def test_an_order_of_an_output_layer_is_hashed_once():
+    order = np.random.default_rng(0).permutation(1000)
+    layer, same, other = (TreeLinear(1000, order=x) for x in (order, order.tolist(), order[::-1]))
+    assert layer == same and hash(layer) == hash(same) and layer != other
+    traced = []
+
+    @partial(jax.jit, static_argnums=0)
+    def compute(layer, parameters):
+        traced.append(layer)
+        return layer.log_prob(parameters, jnp.ones((1, 2)), jnp.array([5]))
+
+    parameters = layer.init(jax.random.key(0), 2)
+    first, second, third = (compute(x, parameters) for x in (layer, same, other))
+    assert first == second != third and len(traced) == 2
+    with pytest.raises(ValueError, match="with 'weight', got bias"):
+        TreeLinear.from_state_dict({"bias": np.zeros(3)})
 
 
 def test_a_million_categories_take_a_path():
@@ -294,6 +341,6 @@ def test_jax_and_torch_stay_apart():
     code = "import sys, catnat.jax; print(sorted({'torch', 'lightning'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
-    code = "import sys, catnat.flat_heads, catnat.losses; print('jax' in sys.modules)"
+    code = "import sys, catnat.heads.flat, catnat.losses; print('jax' in sys.modules)"
     done = run_fresh("-c", code)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -1,12 +1,15 @@
 """The JAX heads: the same numbers as the torch heads, Fisher matrices, masks, mixes, tails."""
 
+import pytest
+
+pytest.importorskip("jax", reason="needs the extra [jax]")
+
 import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 from cases import slow
 from cases_jax import (
