@@ -4,7 +4,9 @@
 """
 
 if __name__ != "catnat.callbacks":  # imported by the bare name of the folder
-    __path__ = []  # no submodules: they would be other modules than those of catnat.callbacks
+    from catnat.bare_names import use_catnat
+
+    use_catnat(__name__)
 
 from typing import TYPE_CHECKING, Any
 

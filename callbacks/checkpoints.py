@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from catnat.callbacks.signals import Stopped, StopSignals
 from catnat.checks import require_at_least
+from catnat.lightning_compat import accumulates, log_step_now, validates_now
 from catnat.rng import State, random_states, set_random_states
 
 
@@ -28,10 +29,13 @@ class LastCheckpoint(Checkpoint):
         every_n_steps: how often.
     """
 
+    sees_blocks = True  # of replayed steps, which end where a checkpoint is due
+
     def __init__(self, dirpath: str | Path, every_n_steps: int = 500) -> None:
         require_at_least(1, every_n_steps=every_n_steps)
         self.path = str(Path(dirpath) / "last.ckpt")
         self.every_n_steps = every_n_steps
+        self._every_n_train_steps = every_n_steps  # as in Lightning's ModelCheckpoint
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the path of rank 0, which is the one that writes; forget an earlier run."""
@@ -77,15 +81,14 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Save if a checkpoint is due or a signal came, but only after the step's validation."""
         step = trainer.global_step
-        loop: Any = trainer.fit_loop
         # Not with the gradients of a part of the batches, which a checkpoint does not hold.
-        if not loop.epoch_loop._should_accumulate():
+        if not accumulates(trainer):
             self._listen_to_ranks(trainer)
         due = step // self.every_n_steps > self._saved_step // self.every_n_steps
         self._due = self._stop or due or step == trainer.max_steps
-        if not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):  # Lightning's own rule
+        if not validates_now(trainer):
             if self._due:  # Lightning logs a step after this hook: a kill in between would lose it
-                trainer._logger_connector.update_train_step_metrics()
+                log_step_now(trainer)
             self._save_if_due(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:

@@ -15,7 +15,7 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
     """Write a file; a reader never sees a part of it, and a failure leaves the old file as it was.
 
     Args:
-        path: of the file; its folder is made if there is none.
+        path: path of the file; its folder is made if there is none.
         content: all of it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,10 +21,12 @@ from catnat.cuda_graph import send
 from catnat.fisher import (
     condition_number,
     condition_of_spectrum,
+    mass_of_terms,
     off_diagonal_mass,
+    off_diagonal_terms,
     paired_mean_fishers,
 )
-from catnat.head import CategoricalHead
+from catnat.heads.base import CategoricalHead
 
 LARGEST = 2**13  # scores of the largest head whose matrix is computed: 256 MB
 _MAX_SCORES = 2**19  # collected before diagnostics are computed: 2 MB stay in a CPU's cache
@@ -36,7 +38,7 @@ Observation = tuple[int, Row, str, Draw]
 
 
 def exact_diagnostics(head: CategoricalHead, scores: Tensor) -> Tensor:
-    """What :func:`exact_rows` reads, of T steps: (T, B, S) -> (T, D + 2).
+    """Return the input of :func:`exact_rows` for T steps: (T, B, S) -> (T, D + 2).
 
     D numbers of the mean Fisher matrix, S if it is diagonal and S^2 otherwise; then how many
     scores of a row are saturated, and how many are free, on average. A score that a mask decides
@@ -47,40 +49,37 @@ def exact_diagnostics(head: CategoricalHead, scores: Tensor) -> Tensor:
     return torch.cat((head.step_fishers(scores), counts.mean(1)), -1)
 
 
-def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
+def exact_rows(head: CategoricalHead, diagnostics: Tensor, details: bool) -> list[Row]:
     """The values of each of T steps from :func:`exact_diagnostics`, (T, D + 2)."""
     exact = diagnostics[:, :-2]
     saturated, free = diagnostics[:, -2:].unbind(-1)
-    if head.fisher_is_diagonal:
-        mass = mass_l1 = 0 * exact.sum(-1)  # NaN stays NaN
-        condition = condition_of_spectrum(exact)
-    else:
-        G = exact.unflatten(-1, (head.num_scores, head.num_scores))
-        mass = off_diagonal_mass(G)
-        mass_l1 = off_diagonal_mass(G, "l1")
-        condition = condition_number(G)
-    values = {"fim/off_diagonal_mass": mass, "fim/saturated": saturated / free.clamp_min(1e-30)}
-    if head.num_scores > 1:  # otherwise these are constant
+    is_diagonal = head.fisher_is_diagonal
+    G = exact if is_diagonal else exact.unflatten(-1, (head.num_scores, head.num_scores))
+    mass = 0 * exact.sum(-1) if is_diagonal else off_diagonal_mass(G)  # NaN stays NaN
+    values = {
+        "fim/exact_off_diagonal_mass": mass,
+        "fim/saturated": saturated / free.clamp_min(1e-30),
+    }
+    if details and head.num_scores > 1:  # otherwise these are constant
+        condition = condition_of_spectrum(G) if is_diagonal else condition_number(G)
         values["fim_spectrum/condition_number"] = condition
-        values["fim/off_diagonal_mass_l1"] = mass_l1
+        values["fim/off_diagonal_mass_l1"] = mass if is_diagonal else off_diagonal_mass(G, "l1")
     rows = torch.stack([*values.values()], -1).tolist()
     return [dict(zip(values, row, strict=True)) for row in rows]
 
 
 def sampled_sums(pairs: Tensor) -> Tensor:
-    """What :func:`sampled_row` reads, from two estimates A and B of G: (*, 2, S, S) -> (*, 3).
+    """Return the input of :func:`sampled_row` from two estimates of G: (*, 2, S, S) -> (*, 3).
 
     The l1 mass of (A + B) / 2; the sum of the products A_ij B_ij off the diagonal; the sum of all
     products.
     """
     one, other = pairs.unbind(-3)
-    products = one * other
-    total = products.sum((-2, -1))
-    off = total - products.diagonal(dim1=-2, dim2=-1).sum(-1)
+    off, total = off_diagonal_terms(one, other)
     return torch.stack((off_diagonal_mass((one + other) / 2, "l1"), off, total), -1)
 
 
-def sampled_row(sums: list[float], mass_l1: float, off: float, total: float) -> Row:
+def sampled_row(sums: list[float], details: bool, mass_l1: float, off: float, total: float) -> Row:
     """Add the :func:`sampled_sums` of a step to the sums of a run; the values of the step's tags.
 
     The off-diagonal share is the ratio of the sums of all steps, where earlier ones count less. A
@@ -90,11 +89,12 @@ def sampled_row(sums: list[float], mass_l1: float, off: float, total: float) -> 
     if not math.isnan(share):  # a step that is NaN would spoil all steps after it
         sums[:] = _MEMORY * sums[0] + off, _MEMORY * sums[1] + total
         share = sums[0] / sums[1] if sums[1] else 0.0
-    return {
-        "fim_sampled/off_diagonal_mass": 0.0 if share < 0 else share**0.5,
-        "fim_sampled/off_diagonal_share": share,
-        "fim_sampled/off_diagonal_mass_l1": mass_l1,
-    }
+    mass = mass_of_terms(torch.tensor(share, dtype=torch.float64), torch.ones(()))
+    row = {"fim/off_diagonal_mass": float(mass)}
+    if details:
+        row["fim_sampled/off_diagonal_share"] = share
+        row["fim_sampled/off_diagonal_mass_l1"] = mass_l1
+    return row
 
 
 def seed_of(*words: object) -> int:
@@ -113,10 +113,11 @@ class HeadHistory:
     Attributes:
         head: the head. If it has parameters, diagnostics are computed after each step, because the
             next update changes them; otherwise scores are collected first.
-        middle: what is between the two parts of a tag, "/" or "/<name of the head>/".
+        middle: text between the two parts of a tag, "/" or "/<name of the head>/".
         draws: at each row; 0 for none. There are none either if G has one entry, or too many.
         sums: those of the steps before, which :func:`sampled_row` adds to; at first zeros.
-        seed: of the draws, any text.
+        seed: seed of the draws (any text).
+        details: whether there are further values: condition numbers, l1 masses and the share.
     """
 
     head: CategoricalHead
@@ -124,13 +125,15 @@ class HeadHistory:
     draws: int
     sums: list[float]
     seed: str
+    details: bool = False
 
     def __post_init__(self) -> None:
         """Begin without steps."""
         S = self.head.num_scores
         if not 1 < S <= LARGEST:
             self.draws = 0
-        self._size = (S if self.head.fisher_is_diagonal else S**2) + 2  # of the exact diagnostics
+        self._is_diagonal = self.head.fisher_is_diagonal
+        self._size = (S if self._is_diagonal else S**2) + 2  # of the exact diagnostics
         self._max_scores = 0 if self.head.state_dict() else _MAX_SCORES // max(1, self.draws)
         self._scores: dict[int, Tensor] = {}  # of steps, not computed yet
         self._rows: dict[int, int] = {}  # their number at each step that is computed, not sent yet
@@ -176,9 +179,12 @@ class HeadHistory:
         self._means = []
 
         def receive() -> list[Observation]:
-            rows = exact_rows(self.head, exact())
+            rows = exact_rows(self.head, exact(), self.details)
+            if S == 1:  # there is nothing off the diagonal
+                for row in rows:
+                    row["fim/off_diagonal_mass"] = row["fim/exact_off_diagonal_mass"]
             for row, step_sums in zip(rows, sampled().tolist(), strict=False):  # or without draws
-                row |= sampled_row(self.sums, *step_sums)
+                row |= sampled_row(self.sums, self.details, *step_sums)
             return [
                 (
                     step,
@@ -197,7 +203,7 @@ class HeadHistory:
         if S**2 > MAX_PICTURE or not diagnostics.isfinite().all():
             return None
         exact = diagnostics[:-2]
-        matrix = exact.diag() if self.head.fisher_is_diagonal else exact.view(S, S)
+        matrix = exact.diag() if self._is_diagonal else exact.view(S, S)
         return fisher_picture(matrix, self.head, f"mean Fisher matrix, step {step}")
 
     def _compute(self) -> None:
@@ -237,7 +243,11 @@ class HeadHistory:
 
 
 def histories_of(
-    heads: dict[str, CategoricalHead], draws: int, sums: dict[str, list[float]], seed: str
+    heads: dict[str, CategoricalHead],
+    draws: int,
+    sums: dict[str, list[float]],
+    seed: str,
+    details: bool = False,
 ) -> dict[str, HeadHistory]:
     """A history of each head whose Fisher matrix is diagonal, or small enough to be computed."""
     return {
@@ -247,6 +257,7 @@ def histories_of(
             draws,
             sums.setdefault(name, [0.0, 0.0]),
             f"{seed} {name}",
+            details,
         )
         for name, head in heads.items()
         if head.fisher_is_diagonal or head.num_scores <= LARGEST

@@ -13,7 +13,7 @@ from catnat.callbacks.fisher_diagnostics import LARGEST, HeadHistory, Observatio
 from catnat.callbacks.images import Draw, add_image, is_drawn
 from catnat.callbacks.tensorboard import write_row
 from catnat.checks import require_at_least
-from catnat.probe import HeadProbe
+from catnat.heads.probe import HeadProbe
 from catnat.rng import State
 
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
@@ -22,37 +22,40 @@ _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the
 class FisherMonitor(Callback):
     """Writes diagnostics of the score-space Fisher matrix of every head in a model.
 
-    G is the mean of the exact Fisher matrices over the batch (all ranks together, and all batches
-    whose gradients are accumulated) and over the latents of a step. The tags:
+    G is the mean of the Fisher matrices over the batch (all ranks together, and all batches whose
+    gradients are accumulated) and over the latents of a step. The tags:
 
     - ``fim/off_diagonal_mass``: sqrt(sum_{i!=j} G_ij^2 / sum_ij G_ij^2), the share of G's Frobenius
-      norm off the diagonal, with the expectation over categories in closed form and over the data
-      empirical. Exactly 0 for catnat;
+      norm off the diagonal, measured: from ``num_samples`` categories drawn at each row of every
+      step, without a closed form. Half of the draws give one estimate A of G, the others give
+      another one B. The sums of A_ij B_ij take the place of those of G_ij^2, so noise gives no
+      floor. Both sums are added up over the steps, where a step counts half as much 34 observed
+      steps later, and then divided; the mass is 0 where their ratio is negative. For sparsemax it
+      is too small: rare categories make up most of its G, and are hardly ever drawn;
+    - ``fim/exact_off_diagonal_mass``: the same of the exact G of this step, with all categories: by
+      the head's closed form, or by differentiation where a subclass changed what that was derived
+      for;
     - ``fim/saturated``: share of the scores in a flat region, where they get no gradient. Scores
       that a mask decides do not count;
-    - ``fim/picture``: G as a picture, red positive, blue negative, with the levels of the tree of a
-      catnat head. It is drawn at steps 0, 10, 100, 1000 and so on, and after the last step, with
-      one color scale for all matrices whose entries are at most 1/4;
+    - ``fim/picture``: the exact G as a picture, red positive, blue negative, with the levels of the
+      tree of a catnat head. It is drawn at steps 0, 10, 100, 1000 and so on, and after the last
+      step, with one color scale for all matrices whose entries are at most 1/4.
+
+    With ``details`` also:
+
     - ``fim_spectrum/condition_number``: largest over smallest eigenvalue of G on its support;
-    - ``fim_sampled/off_diagonal_mass``: the Frobenius share again, from ``num_samples``
-      categories drawn at each row of every step, without the closed form; it is the root of the
-      next tag, or 0 where that is negative;
-    - ``fim_sampled/off_diagonal_share``: an estimate of the square of the Frobenius share. Half of
-      the draws of a step give one estimate A of G, the others another one B. The sums
-      sum_{i!=j} A_ij B_ij and sum_ij A_ij B_ij have no floor from noise. Both are added up over
-      the steps, where a step counts half as much 34 observed steps later, and then divided. So
-      the share converges to 0 for catnat, also for small batches, and to the square of the exact
-      ratio for softmax. For sparsemax it is too small: rare categories make up most of its G, and
-      are hardly ever drawn;
-    - ``fim/off_diagonal_mass_l1``: sum_{i!=j} |G_ij| / sum_ij |G_ij|. It is 1/2 for softmax,
-      whatever the scores, because the rows of its G sum to zero: it says nothing about the model;
+    - ``fim_sampled/off_diagonal_share``: the ratio whose root is ``fim/off_diagonal_mass``. It can
+      be negative, and converges to the square of the exact mass;
+    - ``fim/off_diagonal_mass_l1``: sum_{i!=j} |G_ij| / sum_ij |G_ij| of the exact G. It is 1/2 for
+      softmax, whatever the scores, because the rows of its G sum to zero: it says nothing about the
+      model;
     - ``fim_sampled/off_diagonal_mass_l1``: the l1 share of the mean of A and B of this step. The
       noise of the draws gives even a diagonal G a floor, which falls with the number of draws (rows
       times samples): about 0.2 at 2 draws a row, 0.034 at 64, 0.004 at 4096, for natural with K = 8
       and a hundred rows of zero scores. Use it to compare with other implementations that draw.
 
-    A 1 x 1 matrix has the first tag, ``fim/saturated`` and the picture alone: the others would be
-    constant. A model with several heads gets the head's name in the tag, ``fim/<name>/...``.
+    A 1 x 1 matrix has a mass of 0, and no further values. A model with several heads gets the
+    head's name in the tag, ``fim/<name>/...``.
     Scores are those of the latest call of a head in a batch; a head that was not called is left
     out. A head with parameters of its own is evaluated as it is after the step's update. The
     monitor draws from a random generator of its own, so that a run with the monitor learns the same
@@ -60,18 +63,23 @@ class FisherMonitor(Callback):
     the diagnostics of all these steps are computed and written, each under its own step. An
     exception that ends the run writes the steps before it, too, if there is one rank.
 
+    The latest values are metrics of the Trainer, too: ``EarlyStopping("fim/saturated")`` works.
+
     A number that cannot be computed is NaN: observing never ends a run. If an error is the reason,
     one warning for each head says which. A head with more than 8192 scores gets no draws, and no
     tags at all if its G is not diagonal: the matrices would be too large.
 
     Args:
         every_n_steps: observe each n-th optimizer step.
-        num_samples: M, draws per row for the sampled masses, at least 2; 0 leaves them out.
+        num_samples: number of draws per row (M), at least 2; 0 leaves the measured mass out.
         image_every_n_steps: draw G at each n-th step, too; 0 for no pictures at all. Without a
             logger that takes images there are none either.
-        write_every_n_steps: how many observed steps are written at once; fewer where G is very
-            large.
+        write_every_n_steps: number of observed steps that are written at once; fewer where G is
+            very large.
+        details: whether condition numbers, l1 masses and the measured share are written, too.
     """
+
+    sees_blocks = True  # of replayed steps: look and note are called for each of them
 
     def __init__(
         self,
@@ -79,6 +87,7 @@ class FisherMonitor(Callback):
         num_samples: int = 2,
         image_every_n_steps: int = 10_000,
         write_every_n_steps: int = 50,
+        details: bool = False,
     ) -> None:
         require_at_least(1, every_n_steps=every_n_steps, write_every_n_steps=write_every_n_steps)
         require_at_least(0, image_every_n_steps=image_every_n_steps)
@@ -87,6 +96,7 @@ class FisherMonitor(Callback):
         self.num_samples = num_samples
         self.image_every_n_steps = image_every_n_steps
         self.write_every_n_steps = write_every_n_steps
+        self.details = details
         self.latest: dict[str, float] = {}  # latest value of every tag; the same on all ranks
         self._attached = ExitStack()  # to be undone when a run ends
         self._reset()
@@ -120,29 +130,29 @@ class FisherMonitor(Callback):
         """Attach before the first call: a hook that a compiled model gets later never fires."""
         self._probe = self._attached.enter_context(HeadProbe(pl_module))
         heads = self._probe.heads
-        self._histories = histories_of(
-            heads, self.num_samples, self._sums, f"0 {trainer.global_rank}"
-        )
+        seed = f"0 {trainer.global_rank}"
+        self._histories = histories_of(heads, self.num_samples, self._sums, seed, self.details)
         limit = _MAX_RESULTS // sum(3 * head.num_scores**2 for head in heads.values())
         self._steps_at_once = max(1, min(self.write_every_n_steps, limit))  # on all ranks
-        self._replayed = getattr(pl_module, "replays", False)
-        if self._replayed:
-            observers: Any = pl_module.step_observers
-            observers.append(self)
-            self._attached.callback(observers.remove, self)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Forget scores that the heads saw outside of training, such as in validation."""
         self._probe.scores = {}
         self._step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
+    ) -> None:
         """Keep the scores of a batch, and write once there are enough steps."""
         self._accumulates = trainer.global_step == self._step
-        if not self._replayed:
+        is_replayed = getattr(pl_module, "replays", False)
+        if not is_replayed:
             self.note(self._step, self.look())
-        if self._steps_to_write >= self._steps_at_once:
-            self._write(trainer, wait=not self._replayed)
+        ends_epoch = trainer.is_last_batch  # callbacks such as EarlyStopping look there
+        if self._steps_to_write >= self._steps_at_once or (ends_epoch and self._steps_to_write):
+            self._write(trainer, wait=ends_epoch or not is_replayed)
+            for tag, value in self.latest.items():
+                pl_module.log(tag, value, logger=False)
 
     def look(self) -> dict[str, Tensor]:
         """Scores that the heads saw in this batch, by the head's name."""

@@ -12,20 +12,22 @@ from torch.utils._pytree import tree_map
 from catnat.callbacks.fisher_diagnostics import histories_of, seed_of
 from catnat.callbacks.images import Draw, is_drawn
 from catnat.checks import require_at_least
-from catnat.probe import HeadProbe
+from catnat.heads.probe import HeadProbe
 from catnat.rng import State
+from catnat.sb3.distributions import OneChoice
 
 
 class FisherMonitorSB3(BaseCallback):
     """Writes diagnostics of the Fisher matrix of a policy's heads, from the states of a rollout.
 
     The tags are those of :class:`FisherMonitor`, which explains them and their limits: ``fim/...``,
-    or ``fim/<name>/...`` if a policy has several heads. What cannot be computed is NaN, with one
-    warning for each head. In the place of a step there is a rollout. G is the mean over states of
-    the rollout, under the policy that played it. If actions were masked, G belongs to the
-    distribution over the allowed actions: the scores are those that :meth:`CategoricalHead.masked`
-    gives, and G of a tree stays diagonal. The monitor also writes ``train/entropy``, the mean
-    entropy of the policy in these states.
+    or ``fim/<name>/...`` if a policy has several heads. Actions that share a head are averaged. A
+    policy whose actions have one choice each has no scores: nothing is written. What cannot be
+    computed is NaN, with one warning for each head. Rollouts take the place of steps. G is the mean
+    over states of the rollout, under the policy that played it. If actions were masked, G belongs
+    to the distribution over the allowed actions: the scores are those that
+    :meth:`CategoricalHead.masked` returns, and G of a tree stays diagonal. The monitor also writes
+    ``train/entropy``, the mean entropy of the policy in these states.
 
     G is drawn after the rollouts 0, 10, 100, 1000 and so on, and after the last one.
 
@@ -36,10 +38,11 @@ class FisherMonitorSB3(BaseCallback):
 
     Args:
         every_n_rollouts: observe each n-th rollout.
-        num_samples: M, draws per state for the sampled masses, at least 2; 0 leaves them out.
+        num_samples: number of draws per state (M), at least 2; 0 leaves the measured mass out.
         max_states: if a rollout has more states, take this many at random.
         image_every_n_rollouts: draw G after each n-th rollout, too; 0 for no pictures at all.
         seed: seed of the draws.
+        details: whether condition numbers, l1 masses and the measured share are written, too.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class FisherMonitorSB3(BaseCallback):
         max_states: int = 4096,
         image_every_n_rollouts: int = 1000,
         seed: int = 0,
+        details: bool = False,
     ) -> None:
         require_at_least(1, every_n_rollouts=every_n_rollouts, max_states=max_states)
         require_at_least(0, image_every_n_rollouts=image_every_n_rollouts)
@@ -58,6 +62,7 @@ class FisherMonitorSB3(BaseCallback):
         self.num_samples = num_samples
         self.max_states = max_states
         self.seed = seed
+        self.details = details
         self.image_every_n_rollouts = image_every_n_rollouts
         self.latest: dict[str, float] = {}  # latest value of every tag
         self._rollouts = 0
@@ -75,8 +80,15 @@ class FisherMonitorSB3(BaseCallback):
         self._sums = state_dict["shares"]
 
     def _on_training_start(self) -> None:
-        heads = HeadProbe(self.model.policy).heads  # raises if the policy has no head
-        self._histories = histories_of(heads, self.num_samples, self._sums, str(self.seed))
+        policy: Any = self.model.policy
+        # Whether every action has one choice: then there are no scores.
+        self._is_certain = {*map(type, getattr(policy, "heads", ()))} == {OneChoice}
+        if self._is_certain:
+            return
+        heads = HeadProbe(policy).heads  # raises if the policy has no head
+        self._histories = histories_of(
+            heads, self.num_samples, self._sums, str(self.seed), self.details
+        )
 
     def _on_step(self) -> bool:
         return True
@@ -84,7 +96,7 @@ class FisherMonitorSB3(BaseCallback):
     def _on_rollout_end(self) -> None:
         number = self._rollouts
         self._rollouts += 1
-        if number % self.every_n_rollouts:
+        if number % self.every_n_rollouts or self._is_certain:
             return
         self._step = self.num_timesteps
         policy: Any = self.model.policy

@@ -11,10 +11,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from catnat.head import CategoricalHead
+from catnat.heads.base import CategoricalHead
+from catnat.heads.nodes import levels
+from catnat.heads.tree import CatnatHead
+from catnat.lightning_compat import logged_step
 from catnat.rng import forked_random_state
-from catnat.tree import levels
-from catnat.tree_heads import CatnatHead
 
 MAX_PICTURE = 2**22  # entries of the largest Fisher matrix that is drawn
 # The entries of a Fisher matrix of softmax, sigmoid, and natural with A = 2 pi are at most 1/4.
@@ -29,10 +30,10 @@ def add_image(loggers: Iterable[Logger], tag: str, draw: Draw, step: int) -> Non
     """Give an image to every logger that takes any; if none does, nothing is drawn.
 
     Args:
-        loggers: of the Trainer.
-        tag: of the image.
+        loggers: loggers of the Trainer.
+        tag: tag of the image.
         draw: gives the image, (H, W, 1 or 3), bytes or numbers in [0, 1].
-        step: of the image.
+        step: step of the image.
     """
     takers: list[Any] = [
         logger
@@ -59,7 +60,7 @@ def is_drawn(count: int, every: int) -> bool:
     """Whether there is a picture at this count: 0, 10, 100, 1000 and so on, and each n-th.
 
     Args:
-        count: of steps or rollouts, from 0.
+        count: number of steps or rollouts so far.
         every: n; 0 for no pictures at all.
     """
     power_of_ten = count != 1 and str(count).rstrip("0") in ("", "1")
@@ -74,7 +75,7 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
     Args:
         matrix: (S, S), finite.
         head: the head that it belongs to.
-        title: what is written above.
+        title: text above the picture.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, seldom needed
     from matplotlib.colors import SymLogNorm
@@ -149,7 +150,7 @@ class Figures(Callback):
             "latents/usage": ("usage", heat_map),
             "graph/theta": ("theta", partial(_edges, trainer)),
         }
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning writes metrics
+        step = logged_step(trainer)
         # Equal draws each time: images differ by the model alone.
         with forked_random_state(pl_module.device, seed=0), torch.no_grad():
             for tag, (shown, draw) in figures.items():

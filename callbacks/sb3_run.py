@@ -3,6 +3,7 @@
 import io
 import pickle
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from stable_baselines3.common.callbacks import EvalCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import TensorBoardOutputFormat
+from stable_baselines3.common.monitor import ResultsWriter
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import sync_envs_normalization
 
@@ -20,7 +22,8 @@ from catnat.callbacks.signals import Stopped, StopSignals
 from catnat.callbacks.tensorboard import Progress, RunLogger
 from catnat.rng import forked_random_state
 from catnat.sb3 import MaskedPlayer
-from catnat.sb3.algorithms import state_of
+from catnat.sb3.algorithms import HeadAlgorithm, NonFinite, require_finite, state_of
+from catnat.sb3.sb3_compat import total_steps_of
 
 Metrics = dict[str, float]
 EVALUATION_SEED = 10**9  # added to the seed of a run: evaluations play other games
@@ -30,7 +33,9 @@ _PATIENCE = 4  # seconds between two looks, after a signal, at whether environme
 class RunSB3(EvalCallback):
     """Evaluates, saves and stops, always between two rollouts.
 
-    ``best.ckpt`` has the highest evaluated return, ``last.ckpt`` is what a run resumes from. Beside
+    Beside the folder of checkpoints lie Stable-Baselines3's ``monitor.csv``, with a row for each
+    finished game of training, and ``evaluations.npz``. ``best.ckpt`` has the highest evaluated
+    return, ``last.ckpt`` is what a run resumes from. Beside
     each lies what Stable-Baselines3 reads: ``best.zip`` for ``PPO.load``, ``HeadPPO.load`` and
     those of other algorithms, and ``best_vecnormalize.pkl`` for ``VecNormalize.load`` where
     observations are normalized. These hold pickled code, and nothing here reads them.
@@ -41,13 +46,16 @@ class RunSB3(EvalCallback):
 
     Args:
         args: as for ``EvalCallback``: eval_env, ...
-        folder: of the checkpoints.
+        folder: folder of the checkpoints.
         hyper_parameters: options of the run, kept in each checkpoint.
         fisher: the monitor, whose state is kept there, too.
         begin: called before the first checkpoint of steps that this run has taken.
         save_every: environment steps between checkpoints.
         longest_game: steps after which an evaluation ends a game that has no end of its own; None
             if every game has one.
+        log_every: rollouts between two rows of the log, counted from the first step of the run
+            also where it is resumed; 0: rows are written by ``learn(log_interval=...)``.
+        env_id: name of the environment, for ``monitor.csv``.
         kwargs: as for ``EvalCallback``. ``eval_freq`` counts steps of all environments together,
             and ``verbose`` prints a line at each evaluation.
     """
@@ -63,6 +71,8 @@ class RunSB3(EvalCallback):
         begin: Callable[[], object],
         save_every: int,
         longest_game: int | None,
+        log_every: int = 0,
+        env_id: str = "",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -77,10 +87,27 @@ class RunSB3(EvalCallback):
         self.signals = StopSignals(self._watch)
         self._rollout_start: int | None = None  # step at which the present rollout began
         self._evaluating = False
+        self.log_every = log_every
+        self.env_id = env_id
+        self._monitor: ResultsWriter | None = None
+        self._began_at = time.monotonic()
         self._calls_before = -1  # calls of the environments at the latest look
 
     def evaluate(self) -> Metrics:
-        """Returns over a number of games: always the same games, and training is not affected."""
+        """Return and length of a number of games, always the same; training is not affected."""
+        returns, lengths = self._play()
+        names = ("return", "return_std", "length", "unfinished")
+        return self._metrics(names, returns, lengths)
+
+    def _metrics(self, names: tuple[str, ...], returns: list[float], lengths: list[int]) -> Metrics:
+        """Mean and deviation of returns, mean length, and how many games did not end, if any."""
+        values = [float(np.mean(returns)), float(np.std(returns)), float(np.mean(lengths))]
+        if unfinished := sum(length >= (self.longest_game or np.inf) for length in lengths):
+            values.append(unfinished)
+        return dict(zip(names, map(float, values), strict=False))
+
+    def _play(self) -> tuple[list[float], list[int]]:
+        """Returns and lengths of the games of an evaluation."""
         player: Any = self.model
         if getattr(player, "uses_masks", False):
             player = MaskedPlayer(player, self.eval_env)
@@ -98,14 +125,7 @@ class RunSB3(EvalCallback):
                 return_episode_rewards=True,
             )
         self._evaluating = False
-        metrics = {
-            "return": float(np.mean(returns)),
-            "return_std": float(np.std(returns)),
-            "length": float(np.mean(lengths)),
-        }
-        if unfinished := np.sum(np.array(lengths) >= (self.longest_game or np.inf)):
-            metrics["unfinished"] = float(unfinished)
-        return metrics
+        return returns, lengths  # type: ignore[return-value]
 
     def stop_if_asked(self) -> None:
         """Raise if a signal came; to be called where the last checkpoint is up to date."""
@@ -143,11 +163,50 @@ class RunSB3(EvalCallback):
         self.signals.listen()
 
     def _on_step(self) -> bool:
+        """Keep finished games in ``monitor.csv``, and check what environments return."""
+        infos = self.locals.get("infos", ())
+        games = [info["episode"] for info in infos if "episode" in info]
+        if games:
+            self._write_games(games)
+        if not isinstance(self.model, HeadAlgorithm) and "rewards" in self.locals:
+            require_finite("rewards", self.locals["rewards"], self.num_timesteps)
+            require_finite("observations", self.locals["new_obs"], self.num_timesteps)
         return True
+
+    def _write_games(self, games: list[dict[str, Any]]) -> None:
+        """Add rows to ``monitor.csv``, which Stable-Baselines3's ``load_results`` reads."""
+        if self._monitor is None:
+            path = self.folder.parent / "monitor.csv"
+            is_new = not path.exists()
+            header: dict[str, float | str] = {"t_start": time.time(), "env_id": self.env_id}
+            self._monitor = ResultsWriter(str(path), header, override_existing=is_new)
+        for game in games:
+            seconds = game.get("t", round(time.monotonic() - self._began_at, 6))
+            row = {"r": game["r"], "l": game["l"], "t": seconds}
+            self._monitor.write_row({name: float(x) for name, x in row.items()})
+
+    def _evaluate_now(self, step: int) -> Metrics:
+        """Evaluate, and add the games to ``evaluations.npz`` as ``EvalCallback`` does."""
+        returns, lengths = self._play()
+        path = self.folder.parent / "evaluations.npz"
+        rows: dict[str, list[Any]] = {"timesteps": [], "results": [], "ep_lengths": []}
+        if path.exists():  # of the run that is resumed; what came after its checkpoint is replaced
+            with np.load(path) as earlier:
+                kept = earlier["timesteps"] < step
+                rows = {name: [*earlier[name][kept]] for name in rows}
+        for name, value in zip(rows, (step, returns, lengths), strict=True):
+            rows[name].append(value)
+        content = io.BytesIO()
+        arrays: dict[str, Any] = {name: np.array(values) for name, values in rows.items()}
+        np.savez(content, **arrays)
+        write_whole(path, content.getbuffer())
+        names = ("mean_reward", "std_reward", "mean_ep_length", "unfinished")
+        return self._metrics(tuple(f"eval/{name}" for name in names), returns, lengths)
 
     def _on_rollout_start(self) -> None:
         """Save, stop and evaluate where that is due."""
         step = self.model.num_timesteps
+        self._require_finite_weights()
         evaluates = _is_due(step, self.evaluated_step, self.eval_freq)
         if self.signals.signum or evaluates or _is_due(step, self._saved_step, self.save_every):
             self._saved_step = step
@@ -155,18 +214,29 @@ class RunSB3(EvalCallback):
         self.stop_if_asked()
         if evaluates:
             self.evaluated_step = step
-            metrics = {f"eval/{name}": value for name, value in self.evaluate().items()}
+            metrics = self._evaluate_now(step)
             write_now(self.logger, metrics, step)
-            self.keep_best(metrics["eval/return"])
+            self.keep_best(metrics["eval/mean_reward"])
             if self.verbose:
                 metrics |= recent_return(self.model)
-                print(self._progress.line(step, self.model._total_timesteps, metrics), flush=True)
+                print(self._progress.line(step, total_steps_of(self.model), metrics), flush=True)
         self._rollout_start = step
+
+    def _require_finite_weights(self) -> None:
+        """Raise an error before weights that are not finite are saved."""
+        if not all(weight.isfinite().all() for weight in self.model.policy.parameters()):
+            raise NonFinite(
+                f"weights are not finite in the update after {self.num_timesteps} steps"
+            )
 
     def _on_rollout_end(self) -> None:
         self._rollout_start = None
+        rollouts = self.num_timesteps // (self.model.n_steps * self.model.n_envs)
+        if self.log_every and rollouts % self.log_every == 0:
+            self.model.dump_logs(rollouts)
 
     def _on_training_end(self) -> None:
+        self._require_finite_weights()
         if self.model.num_timesteps > self._saved_step:
             self.save()
 
@@ -185,7 +255,9 @@ class RunSB3(EvalCallback):
         self.stop_if_asked()
 
     def close(self) -> None:
-        """Give signals back."""
+        """Close ``monitor.csv``, and give signals back."""
+        if self._monitor is not None:
+            self._monitor.close()
         signal.setitimer(signal.ITIMER_REAL, 0)
         self.signals.give_back()
 
@@ -207,7 +279,7 @@ class Rows(TensorBoardOutputFormat):
     The file is opened with the first row: one of a resumed run loses rows then.
 
     Args:
-        logger: of the run, which has the event file.
+        logger: logger of the run; it owns the event file.
     """
 
     def __init__(self, logger: RunLogger) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+_STOPPING = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
 class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, not an error

@@ -1,4 +1,4 @@
-"""What every tag of a run means: TensorBoard shows it on the card, docs/tags.md in tables."""
+"""Descriptions of all tags, for the cards of TensorBoard and the tables of docs/tags.md."""
 
 import re
 from collections.abc import Mapping
@@ -14,9 +14,14 @@ Every model:
     Share of the scores in a flat region of the head, where they get no gradient; see
     fim/saturated.
 The Fisher matrix:
-  fim/off_diagonal_mass:
+  fim/off_diagonal_mass: >-
     Share of the Fisher matrix's Frobenius norm off its diagonal, sqrt(sum_{i≠j} G_ij² / sum_ij
-    G_ij²). Exactly 0 for catnat heads; for softmax it changes with the scores.
+    G_ij²), measured from categories drawn at every step: two halves of the draws are multiplied, so
+    that noise gives no floor. A ratio of sums over the latest steps, where a step counts half as
+    much 34 steps later.
+  fim/exact_off_diagonal_mass: >-
+    The same share of the exact matrix of this step. 0 for catnat heads, whose matrix is diagonal;
+    for softmax it changes with the scores.
   fim/picture: >-
     The mean Fisher matrix G in the scores: red positive, blue negative. Lines mark the levels of
     the tree of a catnat head.
@@ -25,12 +30,8 @@ The Fisher matrix:
     VAEs and in PPO, where runs with many such scores learn as well as others. Not harmless where
     a category that became impossible is needed later: the label of a classifier (choose a tail),
     a true edge of a graph (see val/dead_edges).
-  fim_sampled/off_diagonal_mass: >-
-    The Frobenius share again, from categories drawn at every step and without the closed form:
-    the root of the share below, 0 where that is negative.
   fim_sampled/off_diagonal_share: >-
-    An estimate of the squared Frobenius share from drawn categories, without a floor: two sums
-    over the latest steps (a step counts half as much 34 steps later), divided by each other.
+    The ratio whose root is fim/off_diagonal_mass; it can be negative.
   fim_spectrum/condition_number: >-
     Largest over smallest eigenvalue of the Fisher matrix, on its support. Follow it within one
     head: a tree of K categories begins at K/2, because deep nodes are rare.
@@ -42,6 +43,7 @@ The Fisher matrix:
     keeps it above 0 for every head. Compare it with other code that draws.
 Discrete VAEs:
   train/temperature: Temperature of the relaxed samples.
+  train/kl_weight: Weight of the KL divergence in the loss of a step.
   val/elbo, test/elbo: Evidence lower bound of an image in nats; higher is better.
   val/kl, test/kl: KL divergence of q(z | x) from the uniform prior, summed over latents, in nats.
   val/perplexity, test/perplexity: >-
@@ -49,8 +51,8 @@ Discrete VAEs:
     q(z_n | x) averaged over all images, then the mean over the latents n.
   test/nll: Negative log-likelihood of an image in nats, importance-weighted; lower is better.
   test/information: >-
-    Mutual information of image and latents in nats; 0: latents say nothing.
-  test/collapsed: 1 if the latents tell (almost) nothing about an image, otherwise 0.
+    Mutual information of image and latents in nats; 0 if the latents carry no information.
+  test/collapsed: 1 if the latents carry almost no information about an image, otherwise 0.
   images/reconstructions: Images above, their reconstructions below.
   images/prior: Images decoded from draws of the prior.
   latents/usage: >-
@@ -70,9 +72,9 @@ Graphs:
     from the row's node to the column's.
 PPO and A2C:
   train/entropy: Mean entropy of the policy in the states of a rollout.
-  eval/return, test/return: Mean return of the evaluated games; higher is better.
-  eval/return_std, test/return_std: Standard deviation of the return over the evaluated games.
-  eval/length, test/length:
+  eval/mean_reward, test/return: Mean return of the evaluated games; higher is better.
+  eval/std_reward, test/return_std: Standard deviation of the return over the evaluated games.
+  eval/mean_ep_length, test/length:
     Mean length of the evaluated games, in steps; of Atari games in frames of the emulator, four
     in a step.
   eval/unfinished, test/unfinished:
@@ -106,7 +108,7 @@ _DESCRIPTIONS = {
 
 
 def description(tag: str) -> str:
-    """What a tag means, after the name of its section; an empty text for an unknown tag.
+    """Return the section and description of a tag; an empty text for an unknown tag.
 
     The name of a head in the middle of a tag does not matter.
 
@@ -132,7 +134,7 @@ def warnings_of(metrics: Mapping[str, Any]) -> list[str]:
     if dead := metrics.get("test/dead_edges", 0):
         sentences.append(
             f"{dead:.0f} true edge(s) DIED: their probability is exactly 0, where no gradient "
-            "brings them back. Try --estimator local_expectation --lr_schedule linear "
-            "--psi_warmup_steps 125."
+            "brings them back. Try --estimator local_expectation --lr_scheduler "
+            "PolynomialLR --lr_scheduler.total_iters STEPS --psi_warmup_steps 125."
         )
     return sentences

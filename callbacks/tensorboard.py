@@ -1,6 +1,5 @@
-"""What TensorBoard shows of a run: event files without double values."""
+"""TensorBoard writers that describe their tags, and write each value once."""
 
-import io
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -8,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experiment
+from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import (
@@ -20,12 +19,11 @@ from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
-from catnat.callbacks.files import write_whole
 from catnat.callbacks.tags import description
+from catnat.lightning_compat import DummyExperiment
 from catnat.rng import State
 
 _QUEUE = 1000  # events; a row of each step would wait for the default, 10
-_WRITTEN_AGAIN = ("_hparams_/", "test/")  # at the end of a resumed run
 _SHOWN_FIRST = ("env", "head", "learning_rate", "num_categories", "num_latents", "seed")  # HPARAMS
 
 # -- event files -----------------------------------------------------------------------------------
@@ -66,36 +64,17 @@ def _add_described(
 
 
 def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWriter:
-    """A writer of a run's event file.
+    """A writer of a new event file; files that exist stay as they are.
 
     Args:
-        folder: of the run.
-        resumed_at: the step from which the run resumes. Values of this step and later ones, which
-            an earlier process wrote, are deleted, because the run writes them again. Its files get
-            a counter in place of the time: TensorBoard reads them in the order of their names.
+        folder: folder of the run.
+        resumed_at: step from which the run resumes. TensorBoard leaves out the values of this step
+            and later ones in earlier files, because the run writes them again. None for a run that
+            starts; in a folder with event files this leaves out all of their values.
     """
-    if resumed_at is not None:
-        for number, path in enumerate(sorted(Path(folder).glob("events.out.tfevents.*"))):
-            _drop_events(path, resumed_at)
-            path.rename(path.with_name(f"events.out.tfevents.{number:010d}.resumed"))
-    # purge_step is for a TensorBoard that is running
+    if resumed_at is None and any(Path(folder).glob("events.out.tfevents.*")):
+        resumed_at = 0
     return DescribedWriter(str(folder), purge_step=resumed_at, max_queue=_QUEUE)
-
-
-def _drop_events(path: Path, step: int) -> None:
-    """Delete values from a step on, those of a test, and hyperparameters."""
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    content = io.BytesIO()
-    writer = RecordWriter(content)
-    for record in RawEventFileLoader(str(path)).Load():
-        event = Event.FromString(record)
-        tags = [value.tag for value in event.summary.value]
-        if not tags or (event.step < step and not tags[0].startswith(_WRITTEN_AGAIN)):
-            writer.write(record)
-    write_whole(path, content.getbuffer())
 
 
 def write_row(logger: Logger, row: dict[str, float], step: int) -> None:
@@ -114,7 +93,8 @@ def write_row(logger: Logger, row: dict[str, float], step: int) -> None:
 class RunLogger(TensorBoardLogger):
     """A TensorBoard logger that writes every value once.
 
-    It writes nothing, and deletes nothing, while ``begun`` is False.
+    The event file is opened with the first value, and not while ``begun`` is False. A run that is
+    refused or fails before that leaves its folder as it was.
     """
 
     resumed_at: int | None = None  # the step from which the run resumes
@@ -126,14 +106,14 @@ class RunLogger(TensorBoardLogger):
     def experiment(self) -> SummaryWriter:
         """The writer of the event file."""
         if not self.begun:
-            return _DummyExperiment()  # type: ignore[return-value]
+            return DummyExperiment()  # type: ignore[return-value]
         if self._experiment is None:
             self._experiment = open_writer(self.log_dir, self.resumed_at)
         return self._experiment
 
     def save(self) -> None:
-        """Write what waits, and ``hparams.yaml``."""
-        if self.begun:
+        """Write what waits, and ``hparams.yaml``, if there is an event file."""
+        if self._experiment is not None:
             super().save()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -153,6 +133,8 @@ class RunRecord(Callback):
     Args:
         lines: print step, time left and metrics at each validation, for logs and pipes.
     """
+
+    sees_blocks = True  # of replayed steps
 
     def __init__(self, lines: bool = False) -> None:
         self.lines = lines

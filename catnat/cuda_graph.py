@@ -20,7 +20,7 @@ from catnat.rng import State
 WARM_UP = 3  # steps taken eagerly, on a side stream, before one is captured
 # What an optimizer needs to be captured: its state on the device, one kernel for all parameters.
 CAPTURABLE = ("capturable", "fused")
-_KERNELS = (*CAPTURABLE, "foreach")
+KERNELS = (*CAPTURABLE, "foreach")  # options that choose the kernels of an optimizer
 
 
 # -- capturing -------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def why_not_captured(
     """Why steps on a device are not captured; None if they are.
 
     Args:
-        capture: what the user asked for; False is a reason.
+        capture: value of the user's option; False is a reason.
         device: where the steps run.
         obstacles: further reasons, each with whether it applies; the first that does is returned.
 
@@ -187,6 +187,8 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
     """Move everything that a step of the optimizer reads to the device, the learning rate too."""
     for group in optimizer.param_groups:
         group |= {name: True for name in CAPTURABLE if name in group}
+        if "fused" in group:
+            group["foreach"] = None  # it would come first
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
     for state in optimizer.state.values():
         if "step" in state:
@@ -246,7 +248,7 @@ def keep_kernels(optimizer: Optimizer) -> Optimizer:
 
 def _with_kernels_of(optimizer: Optimizer, state: State) -> State:
     groups = [
-        saved | {name: group[name] for name in _KERNELS if name in group}
+        saved | {name: group[name] for name in KERNELS if name in group}
         for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=False)
     ]
     return state | {"param_groups": groups + state["param_groups"][len(groups) :]}

@@ -1,14 +1,17 @@
-"""Data for the experiments: Lightning data modules, and environments.
+"""Lightning data modules and environments.
 
-The environments' packages are imported when they are first asked for.
+The packages of the environments are imported when they are first used.
 """
 
 if __name__ != "catnat.datamodules":  # imported by the bare name of the folder
-    __path__ = []  # no submodules: they would be other modules than those of catnat.datamodules
+    from catnat.bare_names import use_catnat
+
+    use_catnat(__name__)
 
 from typing import TYPE_CHECKING, Any
 
 from catnat.datamodules.community_graph import CommunityGraphDataModule
+from catnat.datamodules.graph_data import GraphDataModule
 from catnat.datamodules.mnist import (
     FashionMNISTDataModule,
     KMNISTDataModule,
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CommunityGraphDataModule",
     "FashionMNISTDataModule",
+    "GraphDataModule",
     "KMNISTDataModule",
     "MNISTDataModule",
     "make_atari_vec_env",

@@ -132,6 +132,7 @@ class NativeAtariVecEnv(VecEnv):
         meanings = list(self._engine.ale.get_action_set())
         self._fire = meanings.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in meanings else -1
         self._pending = False
+        self.forced_actions = np.full(num_envs, -1)
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> Sequence[int | None]:

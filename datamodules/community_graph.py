@@ -12,12 +12,12 @@ from catnat.graphs import GCN, sample_graphs
 from catnat.metrics import prediction_errors, prediction_means
 
 _COMMUNITY = ((0, 1), (1, 2), (3, 4), (1, 3), (2, 4), (4, 5), (0, 3), (1, 4), (3, 5))
-_SIZE = 6  # nodes of a community
-# The mean squared norm of the columns of psi*, by theta: the paper's differs between data sets.
+_SIZE = 6  # nodes per community
+# Mean squared norm of the columns of psi* by theta; in the paper it differs between data sets.
 _SCALE_OF_TABLE = {0.5: 2.24}
 _SCALE = 1.56
-# The metrics of the true model: 32 graphs for every 64 test pairs, averaged over 16 passes. One
-# pass alone would have a noise of 0.015.
+# Metrics of the true model: 32 graphs for every 64 test pairs, averaged over 16 passes. A single
+# pass has a noise of 0.015.
 _NUM_SAMPLES, _SHARED_BY, _PASSES = 32, 64, 16
 
 
@@ -27,7 +27,7 @@ def num_nodes(communities: int) -> int:
 
 
 def community_graph(communities: int) -> Tensor:
-    """The possible edges, (N, N) of 0 and 1: communities of six nodes, joined in a line.
+    """Possible edges, (N, N) of 0 and 1: communities of six nodes, joined in a line.
 
     Every edge goes in both directions, and every node has an edge to itself.
 
@@ -38,7 +38,9 @@ def community_graph(communities: int) -> Tensor:
     source, target = torch.tensor(_COMMUNITY).t()
     community[source, target] = community[target, source] = 1
     graph = torch.block_diag(*[community] * communities)
-    first_nodes = torch.arange(_SIZE, len(graph), _SIZE)  # of all communities but the first
+    first_nodes = torch.arange(
+        _SIZE, len(graph), _SIZE
+    )  # first nodes of all communities but the first
     graph[first_nodes - 1, first_nodes] = graph[first_nodes, first_nodes - 1] = 1
     return graph
 
@@ -48,22 +50,22 @@ class CommunityGraphDataModule(InMemoryDataModule):
 
     A_ji is Bernoulli(theta) along the edges of :func:`community_graph`, independently for every
     edge, direction and self-loop, and 0 elsewhere. x is standard normal, and there is no other
-    noise. A batch is x (B, N, in_features) and y (B, N, out_features); the whole data set stays on
-    the training device. 80 % of the pairs are for training, 10 % each to validate and to test.
+    noise. A batch is x (B, N, in_features) and y (B, N, out_features). The data set stays on the
+    training device. 80 % of the pairs are for training, 10 % for validation and 10 % for testing.
 
-    ``setup`` generates the pairs, which follow from the arguments and the seed. After it
-    ``edge_probs`` is the true θ*, (N, N); ``psi`` the true weight; ``optimal`` the metrics
-    energy_score, energy_score_2x, pp_mae and pp_mse of the true model on the test pairs.
+    ``setup`` generates the pairs from the arguments and the seed. It sets ``edge_probs``, the true
+    θ* (N, N), and ``psi``, the true weight. ``optimal`` has the metrics energy_score,
+    energy_score_2x, pp_mae and pp_mse of the true model on the test pairs.
 
     Args:
-        theta: θ*, the probability of each possible edge, in (0, 1].
+        theta: probability of each possible edge (θ*), in (0, 1].
         communities: number of communities; N is six times that.
-        in_features: length of x at each node.
-        out_features: length of y at each node.
-        num_pairs: pairs to train, validate and test together, at least 10.
-        batch_size: B, the batch size of each device.
-        seed: seed of psi*, which is drawn as by Glorot and then scaled to the mean squared norm of
-            the columns of the paper's, of the pairs and of their order.
+        in_features: number of features of each node.
+        out_features: number of outputs of each node.
+        num_pairs: number of pairs for training, validation and testing together, at least 10.
+        batch_size: batch size of each device (B).
+        seed: seed of the pairs, of their order, and of psi*, which is drawn by Glorot's rule and
+            scaled to the mean squared norm of the columns in the paper.
     """
 
     derived_options = {"num_nodes": ("communities", num_nodes)}  # of models
@@ -100,7 +102,7 @@ class CommunityGraphDataModule(InMemoryDataModule):
         self.psi = psi * (scale / psi.square().sum(0).mean()).sqrt()
         graph = community_graph(self.communities)
         x = torch.randn(self.num_pairs, len(graph), self.in_features, generator=generator)
-        # Every pair has a graph of its own: its messages are summed along the edges drawn for it.
+        # Every pair has its own graph: its messages are summed along the edges drawn for it.
         messages = x @ self.psi
         source, target = graph.nonzero(as_tuple=True)
         is_present = torch.rand(len(x), len(source), generator=generator) < self.theta
@@ -115,8 +117,8 @@ class CommunityGraphDataModule(InMemoryDataModule):
     @cached_property
     @torch.no_grad()
     def optimal(self) -> dict[str, float]:
-        """The metrics of the true model on the test pairs, over several passes."""
-        with torch.device("meta"):  # a run draws no noise for weights that are not used
+        """Metrics of the true model on the test pairs, averaged over several passes."""
+        with torch.device("meta"):  # draws no noise for unused weights
             model = GCN(self.in_features, self.out_features)
         model.load_state_dict({"weight": self.psi}, assign=True)
         means = prediction_means(sync_on_compute=False)  # all ranks compute the same

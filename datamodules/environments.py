@@ -1,5 +1,6 @@
 """Environments by name: Atari games, and everything else that Gymnasium knows."""
 
+from functools import cache
 from typing import Any
 
 import gymnasium
@@ -8,6 +9,18 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from catnat.checks import did_you_mean, require_at_least
 from catnat.datamodules.atari import Backend, game_name, game_names, make_atari_vec_env
+
+NATIVE_DIFFERENCES = (
+    "native games differ from Stable-Baselines3's wrappers: frames become gray before their "
+    "maximum, a reset plays 0 to 29 no-ops and FIRE for one frame, a lost life forces FIRE and "
+    "its frames stay stacked"
+)
+
+
+@cache
+def say(line: str) -> None:
+    """Print a line once."""
+    print(line, flush=True)
 
 
 def is_atari(name: str) -> bool:
@@ -46,11 +59,11 @@ def make_env(
     Args:
         env: an Atari game in any spelling, or a Gymnasium id such as CartPole-v1.
         num_envs: how many side by side.
-        backend: of Atari games alone: native, that is C++ threads, the default; or sb3, the
-            wrappers of Stable-Baselines3.
+        backend: for Atari games. sb3, the default, is Stable-Baselines3's wrappers. native is
+            ale_py's C++ threads: faster, and played with HeadPPO or HeadA2C.
         normalize: scale observations and rewards by their running moments.
         env_kwargs: arguments of the environment, such as max_episode_steps.
-        seed: of the first environment; the others count on from it.
+        seed: seed of the first environment; environment i has seed + i.
         gamma: discount of the returns whose spread scales the rewards, with ``normalize``.
     """
     if is_atari(env):
@@ -58,7 +71,13 @@ def make_env(
             raise ValueError(
                 f"normalize and env_kwargs are for environments other than Atari games, not {env}"
             )
-        return make_atari_vec_env(env, num_envs, backend or "native", seed)
+        if env.startswith("ALE/"):
+            say(
+                f"{env} is played without sticky actions here, as {game_name(env)}NoFrameskip-v4 is"
+            )
+        if backend == "native":
+            say(NATIVE_DIFFERENCES)
+        return make_atari_vec_env(env, num_envs, backend or "sb3", seed)
     if backend is not None:
         raise ValueError(f"backend {backend} is for Atari games, not for {env}")
     require_at_least(1, num_envs=num_envs)

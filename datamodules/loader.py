@@ -1,4 +1,4 @@
-"""Data held in memory: a loader without workers, exactly resumable, and data modules with it."""
+"""Data in memory: a loader without workers that resumes exactly, and its data modules."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ GRAPH_DATA = 4
 
 
 def seeded(*numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator with one seed of some numbers >= 0, well-mixed: torch uses the low 32 bits."""
+    """Generator seeded by several numbers >= 0, which are hashed into one seed."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     return torch.Generator(device).manual_seed(seed)
 
@@ -27,22 +27,22 @@ def seeded(*numbers: int, device: torch.device | str = "cpu") -> torch.Generator
 class InMemoryLoader:
     """Iterates over batches of B items, the same rows of every tensor.
 
-    The order of epoch e is a function of (seed, e). ``state_dict`` says how far the current epoch
-    has come; after ``load_state_dict`` the next pass continues there. With several ranks, a batch
-    of ``batch_size * world_size`` items is dealt out to the ranks: together they see the items that
-    one process with that batch size would see.
+    The order of epoch e is a function of (seed, e). ``state_dict`` contains the position in the
+    current epoch; after ``load_state_dict`` the next pass continues there. With several ranks, a
+    batch of ``batch_size * world_size`` items is divided among the ranks: together they see the
+    items that one process with that batch size would see.
 
-    Without ``shuffle`` (evaluation) the order is that of the items, every pass is the same, and
-    the last batch may be smaller. With ``shuffle``, the items beyond the last full batch are left
-    out of the epoch.
+    Without ``shuffle`` (evaluation) the order is that of the items, every pass is equal, and the
+    last batch may be smaller. With ``shuffle``, an epoch omits the items beyond the last full
+    batch.
 
     Args:
-        items: tensors of equal length n, on the device where the batches are wanted.
-        batch_size: B, of each rank.
-        shuffle: a new order in every epoch.
-        seed: of the order.
-        rank: which share of each batch this loader gives out.
-        world_size: number of shares.
+        items: tensors of equal length n, on the device of the batches.
+        batch_size: batch size of each rank (B).
+        shuffle: whether every epoch has a new order.
+        seed: seed of the order.
+        rank: rank of this loader, which returns its share of each batch.
+        world_size: number of ranks.
     """
 
     def __init__(
@@ -56,32 +56,32 @@ class InMemoryLoader:
     ) -> None:
         self.items = items
         self.size = len(items[0])
-        self.stride = batch_size * world_size  # items of a batch, on all ranks together
+        self.stride = batch_size * world_size  # items per batch on all ranks together
         if shuffle and self.stride > self.size:
             raise ValueError(
-                f"a batch of {batch_size} on {world_size} device(s) is more than the "
-                f"{self.size} items to train on"
+                f"batch_size {batch_size} on {world_size} device(s) is larger than the "
+                f"{self.size} training items"
             )
         self.shuffle = shuffle
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        # The iterating loop may end each epoch after so many batches; the next one begins there.
+        # Lightning may end each epoch after this many batches; the next epoch continues there.
         self.max_batches = len(self)
         self.epoch = 0
-        self._position = 0  # batches of this epoch already given out
+        self._position = 0  # batches of this epoch that were returned
         self._resumed = False
 
     def gather(self, index: Tensor, batch: int) -> Any:
-        """The items with these numbers, (B,), as batch of this number in the epoch."""
+        """Items at these indices, (B,), as the batch of this number in the epoch."""
         return tuple(values[index] for values in self.items)
 
     def state_dict(self) -> dict[str, int]:
-        """The number of this epoch, and of the batches given out; the same on all ranks."""
+        """Numbers of the epoch and of the returned batches; equal on all ranks."""
         return {"epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Make the next pass continue where the state was taken."""
+        """Continue the next pass at the saved position."""
         self.epoch = state["epoch"]
         self._position = state["position"]
         self._resumed = True
@@ -90,9 +90,9 @@ class InMemoryLoader:
         return self.size // self.stride if self.shuffle else -(-self.size // self.stride)
 
     def __iter__(self) -> Iterator[Any]:
-        # Lightning may make an iterator and never draw from it, or load a state in between. This is
-        # a generator, so nothing is decided before the first draw. The epochs are counted here,
-        # because Lightning's count is one too high after resuming from the end of an epoch.
+        # Lightning may create an iterator without using it, or load a state in between. A generator
+        # reads the state at the first draw. Epochs are counted here, because Lightning's count is
+        # one too high after resuming from the end of an epoch.
         continues = self._resumed and self._position < min(len(self), self.max_batches)
         if self._position and not continues:
             self.epoch += self.shuffle
@@ -102,18 +102,18 @@ class InMemoryLoader:
         if self.shuffle:
             order = torch.randperm(self.size, generator=seeded(_ORDER, self.seed, self.epoch))
         batches = order.to(self.items[0].device).split(self.stride)
-        # Of this rank: the items of each batch.
+        # items of each batch on this rank
         self._shares = [batch[self.rank :: self.world_size] for batch in batches]
         while self._position < len(self):
             yield from self.next_batches(1)
 
     def next_batches(self, most: int) -> list[Any]:
-        """The batches that the present pass would give out next; the pass continues after them.
+        """The next batches of the current pass, which continues after them.
 
-        This is for models that take several steps at once.
+        Models that take several steps at once use it.
 
         Args:
-            most: how many batches; fewer are given if the epoch has fewer left.
+            most: largest number of batches; fewer are returned at the end of an epoch.
         """
         first = self._position
         self._position = min(first + most, len(self))
@@ -123,14 +123,14 @@ class InMemoryLoader:
 class InMemoryDataModule(LightningDataModule):
     """Data in three parts, "train", "val" and "test", each with an :class:`InMemoryLoader`.
 
-    A subclass has :meth:`make_parts`.
+    Subclasses implement :meth:`make_parts`.
 
     Args:
-        batch_size: B, of each device.
-        seed: of the split, the order, and all other randomness of the data.
+        batch_size: batch size of each device (B).
+        seed: seed of the split, the order and all other randomness of the data.
     """
 
-    source = ""  # where the data come from: a run does not resume with data from elsewhere
+    source = ""  # origin of the data: a run does not resume with data from another origin
 
     def __init__(self, batch_size: int, seed: int) -> None:
         super().__init__()
@@ -141,16 +141,16 @@ class InMemoryDataModule(LightningDataModule):
         self.parts: dict[str, tuple[Tensor, ...]] = {}
 
     def make_loader(self, part: str, device: torch.device, **options: Any) -> InMemoryLoader:
-        """A loader of one part that gives out batches on a device."""
+        """Loader of one part, with batches on a device."""
         items = tuple(values.to(device) for values in self.parts[part])
         return InMemoryLoader(items, self.batch_size, **options)
 
     def make_parts(self) -> Iterable[tuple[Tensor, ...]]:
-        """The three parts, tensors of equal length each; called once."""
+        """Make the three parts, each a tuple of tensors of equal length; called once."""
         return ()
 
     def setup(self, stage: str | None = None) -> None:
-        """Make the parts, and forget the loader of an earlier run."""
+        """Make the parts and discard the loader of an earlier run."""
         self._train_loader: InMemoryLoader | None = None
         self._train_state: State = {}
         if not self.parts:
@@ -158,8 +158,10 @@ class InMemoryDataModule(LightningDataModule):
 
     def train_dataloader(self) -> InMemoryLoader:
         """Batches in a new order every epoch."""
-        if self._train_loader is None:  # Lightning may ask again: one loader counts the epochs
-            # To overfit means the same few batches each epoch.
+        if (
+            self._train_loader is None
+        ):  # one loader counts the epochs, also if Lightning calls this again
+            # Overfitting uses the same few batches in each epoch.
             loader = self._loader("train", shuffle=not getattr(self.trainer, "overfit_batches", 0))
             limit = getattr(self.trainer, "limit_train_batches", 1.0)
             loader.max_batches = limit if isinstance(limit, int) else int(limit * len(loader))
@@ -167,31 +169,31 @@ class InMemoryDataModule(LightningDataModule):
                 source = self._train_state.get("source", self.source)
                 if source != self.source:
                     raise ValueError(
-                        f"the checkpoint's run had data from {source}, here they are from "
-                        f"{self.source}"
+                        f"the checkpoint was trained on data from {source}, "
+                        f"but the data are now from {self.source}"
                     )
                 loader.load_state_dict(self._train_state)
             self._train_loader = loader
         return self._train_loader
 
     def val_dataloader(self) -> InMemoryLoader:
-        """The validation part, always in the same order."""
+        """Validation part, always in the same order."""
         return self._loader("val")
 
     def test_dataloader(self) -> InMemoryLoader:
-        """The test part, always in the same order."""
+        """Test part, always in the same order."""
         return self._loader("test")
 
     predict_dataloader = test_dataloader
 
     def state_dict(self) -> State:
-        """The state of the training loader; Lightning itself saves it only within an epoch."""
+        """State of the training loader, which Lightning saves only within an epoch."""
         if self._train_loader is None:
             return {}
         return self._train_loader.state_dict() | {"source": self.source}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Make the training loader continue from this state."""
+        """Continue the training loader from this state."""
         self._train_state = state_dict
 
     def _loader(self, part: str, **options: Any) -> InMemoryLoader:

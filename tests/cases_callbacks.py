@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from catnat import make_head
 
 TAGS = (
+    "fim/exact_off_diagonal_mass",
     "fim/off_diagonal_mass",
     "fim/saturated",
     "fim_spectrum/condition_number",
     "fim/off_diagonal_mass_l1",
-    "fim_sampled/off_diagonal_mass",
     "fim_sampled/off_diagonal_share",
     "fim_sampled/off_diagonal_mass_l1",
 )

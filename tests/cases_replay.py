@@ -11,9 +11,8 @@ from catnat import cuda_graph as graphs
 from catnat.callbacks import FisherMonitor
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import cuda_graph_steps as replay
-from catnat.lit_modules import step_module
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+cuda = pytest.mark.gpu
 
 
 class EagerGraph:
@@ -43,10 +42,10 @@ class Watch(pl.Callback):
     def __init__(self):
         self.replayed, self.ends, self.validated, self.epochs = None, [], [], []
 
-    def on_train_start(self, trainer, module):
-        self.replayed = module.replays
+    sees_blocks = True
 
-    def on_train_batch_end(self, trainer, *args):
+    def on_train_batch_end(self, trainer, module, *args):
+        self.replayed = module.replays
         self.ends.append(trainer.global_step)
 
     def on_train_epoch_end(self, trainer, module):
@@ -66,13 +65,14 @@ def train(
     monitor=None,
     batch_size=2,
     precision="32-true",
+    log_every_n_steps=1000,
     **options,
 ):
     pl.seed_everything(1, verbose=False)
     model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
     data = MNISTDataModule(str(root), batch_size=batch_size, download=False)
     logger, watch = Memory(), Watch()
-    monitor = monitor or FisherMonitor(write_every_n_steps=7)
+    monitor = monitor or FisherMonitor(write_every_n_steps=7, details=True)
     trainer = quiet_trainer(
         max_steps=steps,
         accelerator=accelerator,
@@ -80,9 +80,10 @@ def train(
         logger=logger,
         callbacks=[monitor, watch],
         limit_val_batches=1,
+        log_every_n_steps=log_every_n_steps,
     )
     trainer.fit(model, datamodule=data)
-    assert watch.replayed is (replayed is None)
+    assert watch.replayed is replayed
     return model, trainer, logger
 
 
@@ -97,7 +98,12 @@ def replay_eagerly(decides, replays, fused, monkeypatch):
 @pytest.fixture
 def without_cuda(monkeypatch):
     """Replay the steps of Lightning modules."""
-    replay_eagerly(step_module, replay, True, monkeypatch)
+
+    def captured(capture, device, obstacles):
+        return next((reason for reason, applies in obstacles.items() if applies), None)
+
+    monkeypatch.setattr(replay, "why_not_captured", captured)
+    monkeypatch.setattr(replay, "StepGraph", EagerGraph)
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:

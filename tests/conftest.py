@@ -1,7 +1,8 @@
 """Every test starts from the same seed, on one thread, with deterministic hypothesis.
 
 Slow tests are left out, except with ``-m`` (``-m slow`` runs them alone) and where the command
-names them: ``pytest tests/test_x.py::test_y``. Tests that share a fixture of their file (a wheel, a
+names them: ``pytest tests/test_x.py::test_y``. Tests marked ``gpu`` are skipped where there is no
+CUDA device; ``pytest -m gpu`` runs them alone. Tests that share a fixture of their file (a wheel, a
 Ray cluster) run in one worker, so that the fixture is made once.
 """
 
@@ -39,6 +40,8 @@ def pytest_collection_modifyitems(config, items):
         shared = any(each[-1].scope == "module" for each in defined)
         if shared and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     _leave_out_slow_ones(config, items)
     if hasattr(config, "workerinput"):
         _write_groups(items)

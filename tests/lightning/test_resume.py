@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -18,13 +19,18 @@ from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+FALLING = partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.9)
+
+
 class Annealed(DiscreteVAE):
     temperature_steps = 2
 
 
 MODELS = {
     "vae": (
-        lambda: Annealed("natural", lr_decay=0.9, lr_decay_steps=3, temperature_rate=0.05),
+        lambda: Annealed(
+            "natural", lr_scheduler=FALLING, temperature_rate=0.05, kl_start=0.5, kl_steps=9
+        ),
         "gray",
     ),
     "mlp-vae": (lambda: MLPDiscreteVAE("softmax"), "stochastic"),

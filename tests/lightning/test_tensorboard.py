@@ -1,6 +1,8 @@
 """What TensorBoard shows of a run: its tags, each explained, and what the pictures show."""
 
 import io
+import runpy
+import signal
 import time
 from pathlib import Path
 
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from cases_callbacks import quiet_trainer
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -15,16 +19,16 @@ from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from catnat import make_head
-from catnat.callbacks import Figures, FisherMonitor
+from catnat.callbacks import Figures, FisherMonitor, signals
 from catnat.callbacks.images import add_image, fisher_picture
 from catnat.callbacks.tags import TAGS, description
-from catnat.callbacks.tensorboard import Progress, RunLogger
+from catnat.callbacks.tensorboard import Progress, RunLogger, open_writer
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner
 
 
 @pytest.mark.parametrize("kind", ["vae", "graph"])
-def test_every_tag_of_a_run_is_explained_and_the_mass_is_the_first_card(kind, tmp_path, data):
+def test_every_tag_of_a_run_is_explained(kind, tmp_path, data):
     if kind == "vae":
         model = DiscreteVAE("natural", 3, 8, nll_samples=2)
         batches = MNISTDataModule(str(data), batch_size=5, download=False)
@@ -46,7 +50,11 @@ def test_every_tag_of_a_run_is_explained_and_the_mass_is_the_first_card(kind, tm
     assert set(tags["images"]) == pictures
     assert [image.step for image in events.Images("fim/picture")] == [0, 10, 11]
     shown = {*tags["scalars"], *pictures} - {"test/score"}
-    assert min(tag for tag in shown if tag.startswith("fim")) == "fim/off_diagonal_mass"
+    assert {tag for tag in tags["scalars"] if tag.startswith("fim")} == {
+        "fim/exact_off_diagonal_mass",
+        "fim/off_diagonal_mass",
+        "fim/saturated",
+    }
     for tag in shown:
         metadata = events.SummaryMetadata(tag)
         assert metadata.summary_description == description(tag) != "", tag
@@ -105,3 +113,72 @@ def test_an_image_arrives_as_it_was_given(channels, tmp_path):
     for event in images:
         pixels = np.array(Image.open(io.BytesIO(event.encoded_image_string)).convert("RGB"))
         assert np.array_equal(pixels, want)
+
+
+def shown(folder, tag):
+    """Steps and values of a tag, as TensorBoard shows them."""
+    events = EventAccumulator(str(folder)).Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_a_resumed_run_writes_a_new_file_and_changes_none(tmp_path):
+    def log(resumed_at, steps, value):
+        logger = RunLogger(tmp_path, "", "run", default_hp_metric=False)
+        logger.resumed_at = resumed_at
+        for step in steps:
+            logger.log_metrics({"loss": value, "epoch": 0.0}, step)
+        logger.finalize("success")
+
+    log(None, range(6), 1.0)
+    (first,) = (tmp_path / "run").glob("events.*")
+    before = first.read_bytes()
+    log(3, range(3, 5), 2.0)
+    assert first.read_bytes() == before
+    wanted = [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert shown(tmp_path / "run", "loss") == wanted
+    log(5, (), 3.0)  # a run that fails before its first value
+    assert len(list((tmp_path / "run").glob("events.*"))) == 2
+    assert shown(tmp_path / "run", "loss") == wanted
+
+
+def test_a_run_that_starts_again_in_its_folder_is_shown_once(tmp_path):
+    for value in (1.0, 2.0):
+        writer = open_writer(tmp_path)
+        writer.add_scalar("loss", value, 0)
+        writer.close()
+    assert shown(tmp_path, "loss") == [(0, 2.0)]
+
+
+def test_a_callback_that_fails_before_the_first_step_changes_nothing(tmp_path, data):
+    class Fails(Callback):
+        def on_train_start(self, *args):
+            raise ValueError("not like this")
+
+    def run(steps, *callbacks, ckpt_path=None, resumed_at=None):
+        logger = RunLogger(tmp_path, "", "run", default_hp_metric=False)
+        logger.resumed_at = resumed_at
+        logger.begun = False  # as on the command line
+        begin = LambdaCallback(on_train_start=lambda *_: setattr(logger, "begun", True))
+        callbacks = [begin, FisherMonitor(image_every_n_steps=0), *callbacks]
+        trainer = quiet_trainer(max_steps=steps, logger=logger, callbacks=callbacks)
+        model = DiscreteVAE("natural", 2, 3, nll_samples=2)
+        images = MNISTDataModule(str(data), batch_size=5, download=False)
+        trainer.fit(model, datamodule=images, ckpt_path=ckpt_path)
+        trainer.test(model, datamodule=images, verbose=False)
+        logger.finalize("success")
+        return trainer
+
+    run(3).save_checkpoint(tmp_path / "a.ckpt")
+    files = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    tested = shown(tmp_path / "run", "test/nll")
+    with pytest.raises(ValueError, match="not like this"):
+        run(6, Fails(), ckpt_path=tmp_path / "a.ckpt", resumed_at=3)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files
+    assert shown(tmp_path / "run", "test/nll") == tested and len(tested) == 1
+
+
+def test_signals_that_a_system_does_not_have_are_left_out(monkeypatch):
+    """Windows has no SIGHUP."""
+    monkeypatch.delattr(signal, "SIGHUP")
+    names = runpy.run_path(signals.__file__)
+    assert names["_STOPPING"] == (signal.SIGINT, signal.SIGTERM)

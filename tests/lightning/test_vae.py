@@ -1,7 +1,9 @@
 """The VAEs: losses and gradients against oracles, the recipe step by step, test metrics."""
 
 import math
-from typing import get_args
+import warnings
+from collections import UserDict
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from lightning.pytorch import Callback
 
 from catnat import head_names, make_head
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
-from catnat.lit_modules.vae import Estimator
+from catnat.lit_modules.vae import ESTIMATORS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS = [DiscreteVAE, MLPDiscreteVAE]
@@ -84,7 +86,7 @@ def test_every_head_learns(kind, head, x):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("estimator", get_args(Estimator))
+@pytest.mark.parametrize("estimator", [estimator.name for estimator in ESTIMATORS])
 def test_every_estimator_trains_the_encoder_and_gumbel_is_the_default(estimator, x):
     def trained(**options):
         torch.manual_seed(0)
@@ -97,6 +99,106 @@ def test_every_estimator_trains_the_encoder_and_gumbel_is_the_default(estimator,
     losses = trained(estimator=estimator)
     assert losses[-1] < 0.8 * losses[0]
     assert estimator != "gumbel" or losses == trained()
+
+
+def test_the_temperature_starts_and_ends_where_it_is_told():
+    options = {"temperature": 0.5, "min_temperature": 0.25, "temperature_rate": 1e-4}
+    model = DiscreteVAE("sigmoid", 2, 3, estimator="gumbel-rao", **options)
+    schedule = [model.annealed_temperature(step) for step in (0, 999, 1000, 10**6)]
+    assert schedule == [0.5, 0.5, pytest.approx(0.5 * math.exp(-0.1)), 0.25]
+    half, full = (
+        DiscreteVAE("sigmoid", 2, 3, **x) for x in (options | {"temperature_rate": 3e-5}, {})
+    )
+    for step in (0, 5000, 24_000, 10**5):
+        assert half.annealed_temperature(step) == pytest.approx(full.annealed_temperature(step) / 2)
+
+
+@pytest.mark.parametrize("option", ["temperature", "temperature_rate", "min_temperature"])
+@pytest.mark.parametrize("estimator", ["straight-through", "zgr", "score_function"])
+def test_an_estimator_without_a_temperature_refuses_one(estimator, option):
+    with pytest.raises(ValueError, match=rf"the estimator '\S+' has no {option}, got 0\.5"):
+        DiscreteVAE(estimator=estimator, **{option: 0.5})
+
+
+def test_num_draws_belongs_to_gumbel_rao():
+    with pytest.raises(ValueError, match="the estimator 'gumbel' has no num_draws, got 8"):
+        DiscreteVAE(num_draws=8)
+
+
+def test_aliases_of_estimators_are_the_same_model(x):
+    losses = []
+    for estimator in ("reinmax", "zgr"):
+        torch.manual_seed(0)
+        model = DiscreteVAE("sigmoid", 2, 3, estimator=estimator)
+        losses.append(losses_of(model, x, steps=2))
+    assert losses[0] == losses[1]
+    assert DiscreteVAE(estimator="score_function").estimator == "score-function"
+
+
+def test_the_temperature_is_logged_where_the_estimator_has_one(x):
+    for estimator in ESTIMATORS:
+        model = DiscreteVAE("sigmoid", 2, 3, estimator=estimator.name)
+        logged = fit(model, x, steps=1).callback_metrics
+        assert ("train/temperature" in logged) == estimator.has_temperature
+
+
+def test_a_checkpoint_keeps_the_estimator_and_its_defaults(x, tmp_path):
+    run = fit(DiscreteVAE("sigmoid", 2, 3, estimator="reinmax"), x, steps=1)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    assert DiscreteVAE.load_from_checkpoint(tmp_path / "a.ckpt").estimator == "reinmax"
+
+
+@pytest.mark.parametrize("kind", [DiscreteVAE, MLPDiscreteVAE, GraphStructureLearner])
+def test_a_checkpoint_takes_options_of_a_head_in_any_mapping(kind, tmp_path):
+    """Hydra's DictConfig is one."""
+    model = kind(head="natural", head_options=UserDict(tail=0.05, center=0.5))
+    trainer = quiet_trainer(max_steps=1)
+    trainer.strategy.connect(model)
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    loaded = kind.load_from_checkpoint(tmp_path / "model.ckpt")
+    assert loaded.head.tail == 0.05
+    assert loaded.hparams["head_options"] == {"tail": 0.05, "center": 0.5}
+
+
+def test_the_help_lists_every_estimator():
+    assert all(f'"{estimator.name}"' in DiscreteVAE.__doc__ for estimator in ESTIMATORS)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_kl_weight_changes_linearly_and_evaluation_has_the_final_one(kind, x):
+    model = kind("sigmoid", kl_weight=0.5, kl_start=2.0, kl_steps=4).double()
+    weights = [model.annealed_kl_weight(step) for step in (0, 1, 4, 9)]
+    assert weights == [2.0, 1.625, 0.5, 0.5]
+    model.prepare_step(1)
+    for is_training, weight in ((True, 1.625), (False, 0.5)):
+        model.train(is_training)
+        q = model(x)
+        losses = []
+        for factor in (1.0, 0.0):  # with and without the divergence
+            torch.manual_seed(0)
+            kl = model.kl(q)
+            model.kl = lambda q, kl=kl, factor=factor: factor * kl
+            losses.append(model.loss(x, q))
+            del model.kl
+        torch.testing.assert_close(losses[0] - losses[1], weight * model.kl(q).mean())
+
+
+def test_the_kl_weight_is_logged_if_it_has_a_schedule(x):
+    model = DiscreteVAE("sigmoid", 2, 3, kl_start=0.0, kl_steps=4)
+    assert fit(model, x, steps=3).callback_metrics["train/kl_weight"] == 0.5
+    constant = fit(DiscreteVAE("sigmoid", 2, 3, kl_weight=4.0), x, steps=1)
+    assert "train/kl_weight" not in constant.callback_metrics
+
+
+def test_a_kl_weight_of_one_changes_nothing(x):
+    torch.manual_seed(0)
+    model = DiscreteVAE("sigmoid", 2, 3)
+    torch.manual_seed(1)
+    loss = model.step_loss(x)
+    torch.manual_seed(1)
+    q = model(x)
+    reconstruction = model.reconstruction(x, q.rsample(**model.sample_options()))
+    assert torch.equal(loss, (reconstruction + model.kl(q)).mean())
 
 
 @pytest.mark.parametrize("head", head_names())
@@ -118,7 +220,8 @@ def test_the_loss_is_reconstruction_plus_kl(head, x):
 def test_training_is_zero_grad_backward_clip_step(x):
     """Lightning's loop against one written out, bit for bit."""
     torch.manual_seed(0)
-    model = DiscreteVAE("sigmoid", lr_decay=0.5, lr_decay_steps=2, temperature_rate=0.1)
+    halved = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    model = DiscreteVAE("sigmoid", lr_scheduler=halved, temperature_rate=0.1)
     model.temperature_steps = 2
     torch.manual_seed(0)
     twin = DiscreteVAE("sigmoid")
@@ -346,9 +449,12 @@ def test_the_range_of_every_batch_is_checked_on_the_cpu(x):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (DiscreteVAE, {"optimizer": "adamw"}, "'adamw'; .* choose from adam, sgd"),
-        (DiscreteVAE, {"estimator": "gumble"}, "'gumble'; .* choose from gumbel, straight-through"),
+        (DiscreteVAE, {"estimator": "gumble"}, "'gumble'; .* choose from gumbel, gumbel-rao"),
         (DiscreteVAE, {"learning_rate": math.nan}, "learning_rate must be positive, got nan"),
+        (DiscreteVAE, {"kl_weight": -1.0}, "kl_weight must be at least 0, got -1"),
+        (DiscreteVAE, {"kl_start": 0.0}, "belong together, got kl_start=0.0, kl_steps=None"),
+        (MLPDiscreteVAE, {"kl_steps": 9}, "belong together, got kl_start=None, kl_steps=9"),
+        (DiscreteVAE, {"kl_start": 0, "kl_steps": 0}, "kl_steps must be positive, got 0"),
         (DiscreteVAE, {"gradient_clip": -1.0}, "gradient_clip must be at least 0, got -1"),
         (DiscreteVAE, {"head": "softmax", "head_options": {"amplitude": 1.0}}, "'amplitude'"),
         (MLPDiscreteVAE, {"baseline": "mean"}, "'mean'; choose from constant, leave-one-out"),
@@ -364,3 +470,44 @@ def test_wrong_options_are_named(kind, options, message):
 def test_a_module_takes_the_name_of_a_head(kind):
     with pytest.raises(ValueError, match="head must be a name, so that it can be saved"):
         kind(head=make_head("natural", 8))
+
+
+# -- what users override and are told --------------------------------------------------------------
+
+
+def test_pictures_of_another_decoder_are_its_means(x):
+    class Gaussian(DiscreteVAE):
+        def reconstruction(self, batch, z):
+            return 0.5 * (self.decode(z) - self.images(batch)).square().flatten(-3).sum(-1)
+
+        def mean_image(self, logits):
+            return logits
+
+    model = Gaussian(num_latents=2, num_categories=3)
+    torch.nn.init.constant_(list(model.decoder.parameters())[-1], 5.0)
+    assert model.sample_prior(4).mean() > 2 and model.reconstruct(x).mean() > 2
+    assert DiscreteVAE(num_latents=2, num_categories=3).sample_prior(4).max() < 1
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_code_that_is_hardly_used_is_told_once(used, x):
+    class Coded(DiscreteVAE):
+        """Latents that depend on the image, or not at all."""
+
+        def scores(self, batch):
+            sizes = self.images(batch).flatten(1)[:, : 2 * 4].unflatten(1, (2, 4))
+            scores = 40 * (sizes - 0.5) if used else 0.02 * sizes
+            return scores + 0 * super().scores(batch)
+
+    model = Coded("softmax", num_latents=2, num_categories=4, nll_samples=2, learning_rate=1e-9)
+    images = torch.rand(64, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    batches = [images[:32], images[32:]]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(steps=2, limit_val_batches=2)
+        run.fit(model, Batches(*batches), Batches(*batches))
+        run.test(model, Batches(*batches), verbose=False)
+    lines = [str(each.message) for each in caught if "hardly used" in str(each.message)]
+    assert len(lines) == (not used)
+    if not used:
+        assert "of 4 categories" in lines[0] and "of 2.77 nats" in lines[0]

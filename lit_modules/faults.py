@@ -1,0 +1,51 @@
+"""Errors about batches and scores, each in one line that names the cause."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from catnat.lit_modules.networks import IMAGE_SHAPE
+from catnat.numerics import can_branch_on, is_plain
+
+
+def checked_scores(module: nn.Module, scores: Tensor, batch: Any) -> Tensor:
+    """The scores, unless one of them is NaN, which is a FloatingPointError.
+
+    They are looked at on the CPU, and elsewhere in evaluation, which waits for the device anyway.
+    """
+    may_look = can_branch_on(scores) or (not module.training and is_plain(scores))
+    if may_look and not math.isfinite(scores.detach().sum()) and bool(scores.isnan().any()):
+        raise FloatingPointError(
+            f"{type(module).__name__}.scores() returned nan{_cause(module, batch)}"
+        )
+    return scores
+
+
+def require_default_shape(x: Tensor) -> None:
+    """Raise a ValueError for images that the networks of this package do not take."""
+    if tuple(x.shape[1:]) != IMAGE_SHAPE:
+        raise ValueError(
+            f"the default networks take images (B, 1, 28, 28), got {tuple(x.shape)}: for other "
+            "sizes or color, override make_networks() in a subclass"
+        )
+
+
+def _cause(module: nn.Module, batch: Any) -> str:
+    """Name the parameter that is not finite, or the batch."""
+    for name, parameter in module.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            return f": the parameter {name} is not finite; try a smaller learning_rate"
+    if any(not bool(x.isfinite().all()) for x in _tensors(batch)):
+        return ": the batch has values that are not finite"
+    return "; the parameters and the batch are finite, but may be too large"
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    """Floating-point tensors of a batch."""
+    if isinstance(batch, list | tuple):
+        parts = list(batch)
+    else:
+        parts = [batch, getattr(batch, "x", None), getattr(batch, "y", None)]
+    return [x for x in parts if isinstance(x, Tensor) and torch.is_floating_point(x)]
