@@ -1,6 +1,5 @@
-"""What HeadPPO and HeadA2C share: rollouts with forced actions, and the state of a run; HeadA2C."""
+"""HeadA2C, and the base of HeadPPO and HeadA2C: forced actions and the state of a run."""
 
-from collections import deque
 from numbers import Real
 from typing import Any
 
@@ -18,14 +17,23 @@ from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
     HeadMultiInputActorCriticPolicy,
+    HeadPolicy,
 )
+from catnat.sb3.sb3_compat import OpenAlgorithm, set_counts, updates_of
 
 
 class NonFinite(FloatingPointError):  # noqa: N818 - the name describes the numbers
     """A loss, a gradient, a weight, a reward or an observation is not a finite number."""
 
 
-class HeadAlgorithm(OnPolicyAlgorithm):
+def require_finite(name: str, arrays: Any, steps: int) -> None:
+    """Raise an error if an array that an environment returned has a number that is not finite."""
+    for array in tree_leaves(arrays):
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise NonFinite(f"the environment gave {name} that are not finite, after {steps} steps")
+
+
+class HeadAlgorithm(OpenAlgorithm):
     """An algorithm for policies with a head; the first of two base classes.
 
     Where an environment forces actions (see :mod:`catnat.sb3.masks`), the rollout has the actions
@@ -57,10 +65,10 @@ class HeadAlgorithm(OnPolicyAlgorithm):
         rollout_buffer.forced = np.zeros((n_rollout_steps, env.num_envs), bool)
         rollout_buffer.action_masks = None  # the name is that of sb3-contrib's buffers
         callback.on_rollout_start()
-        self._require_finite("observations", self._last_obs)
+        self._require_finite("observations", self.last_observations)
         for n_steps in range(n_rollout_steps):
             with torch.no_grad():
-                obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
+                obs_tensor = obs_as_tensor(self.last_observations, self.device)
                 actions, values, log_probs = self._act(env, obs_tensor)
             actions = actions.cpu().numpy()
             forced_actions = getattr(env, "forced_actions", None)
@@ -74,23 +82,23 @@ class HeadAlgorithm(OnPolicyAlgorithm):
             callback.update_locals(locals())
             if not callback.on_step():
                 return False
-            self._update_info_buffer(infos, dones)
+            self.count_games(infos, dones)
             for index in np.flatnonzero(dones):  # a game that was cut off has a value
-                if infos[index].get("TimeLimit.truncated"):
-                    last_obs, _ = self.policy.obs_to_tensor(infos[index]["terminal_observation"])
+                terminal_obs = infos[index].get("terminal_observation")
+                if terminal_obs is not None and infos[index].get("TimeLimit.truncated"):
+                    last_obs, _ = self.policy.obs_to_tensor(terminal_obs)
                     with torch.no_grad():
                         terminal_value = self.policy.predict_values(last_obs)[0]
                     rewards[index] += self.gamma * terminal_value
             rollout_buffer.add(
-                self._last_obs,
+                self.last_observations,
                 actions,
                 rewards,
-                self._last_episode_starts,
+                self.episode_starts,
                 values,
                 log_probs,
             )
-            self._last_obs = new_obs  # type: ignore[assignment]
-            self._last_episode_starts = dones
+            self.keep_last(new_obs, dones)
         with torch.no_grad():
             values = self.policy.predict_values(obs_as_tensor(new_obs, self.device))  # type: ignore[arg-type]
         rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
@@ -98,13 +106,15 @@ class HeadAlgorithm(OnPolicyAlgorithm):
         callback.on_rollout_end()
         return True
 
+    def after_setup(self) -> None:
+        """Check that the policy has a head."""
+        if not isinstance(self.policy, HeadPolicy):
+            raise ValueError(
+                f"{type(self).__name__} needs a policy with a head, got {self.policy_class}"
+            )
+
     def _require_finite(self, name: str, arrays: Any) -> None:
-        for array in tree_leaves(arrays):
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise NonFinite(
-                    f"the environment gave {name} that are not finite, after "
-                    f"{self.num_timesteps} steps"
-                )
+        require_finite(name, arrays, self.num_timesteps)
 
     def _act(self, env: VecEnv, obs_tensor: Any) -> Any:
         """Actions, values and log-probabilities of the policy."""
@@ -122,12 +132,19 @@ class HeadA2C(HeadAlgorithm, A2C):
     with a head.
     """
 
-    @staticmethod
-    def _wrap_env(*args: Any, **kwargs: Any) -> VecEnv:
-        env = A2C._wrap_env(*args, **kwargs)
-        if env.has_attr("action_masks"):
+    def after_setup(self) -> None:
+        """Refuse environments that mask actions."""
+        super().after_setup()
+        self._refuse_masks(self.env)
+
+    def set_env(self, env: Any, force_reset: bool = True) -> None:
+        """Play in another environment, which has no masks."""
+        super().set_env(env, force_reset)
+        self._refuse_masks(self.env)
+
+    def _refuse_masks(self, env: VecEnv | None) -> None:
+        if env is not None and env.has_attr("action_masks"):
             raise ValueError("HeadA2C does not mask actions, the environment does: use HeadPPO")
-        return env
 
     def train(self) -> None:
         """Learn from the rollout."""
@@ -162,8 +179,9 @@ def state_of(model: OnPolicyAlgorithm) -> State:
         "state_dict": parameters["policy"],
         "optimizer": parameters["policy.optimizer"],
         "global_step": model.num_timesteps,
-        "updates": model._n_updates,
+        "updates": updates_of(model),
         "games": [{k: float(v) for k, v in game.items()} for game in model.ep_info_buffer or ()],
+        "successes": [float(success) for success in model.ep_success_buffer or ()],
         "normalizer": {
             index: {
                 part: torch.as_tensor(value, dtype=torch.float64)
@@ -185,9 +203,8 @@ def load_state(model: OnPolicyAlgorithm, state: State) -> None:
     """Put a model that has a logger into a state that :func:`state_of` returned."""
     model.set_parameters({"policy": state["state_dict"], "policy.optimizer": state["optimizer"]})
     model.num_timesteps = state["global_step"]
-    model._n_updates = state["updates"]
-    model.ep_info_buffer = deque(state["games"], maxlen=model._stats_window_size)
-    model.ep_success_buffer = deque(maxlen=model._stats_window_size)
+    # Earlier versions saved no successes.
+    set_counts(model, state["updates"], state["games"], state.get("successes", ()))
     for moments, parts in zip(_moments(model), state["normalizer"].values(), strict=True):
         for part, value in parts.items():
             setattr(moments, part, value.numpy())

@@ -1,29 +1,51 @@
 """Action distributions of Stable-Baselines3, made by heads."""
 
+import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from stable_baselines3.common.distributions import (
     CategoricalDistribution,
     MultiCategoricalDistribution,
 )
 from torch import Tensor, nn
 
-from catnat.distributions import HeadCategorical
-from catnat.head import CategoricalHead
+from catnat.distributions import HeadCategorical, pick
+from catnat.heads.base import CategoricalHead
 from catnat.numerics import is_plain
 from catnat.sb3.masks import checked_masks
 
 MaskMode = Literal["prune", "renormalize"]
 
 
+class NanProbabilities(FloatingPointError, ValueError):  # noqa: N818 - it describes the numbers
+    """A probability of a policy is NaN; a ValueError as in Stable-Baselines3."""
+
+
+class OneChoice(nn.Module):
+    """The head of an action with a single choice: it has no scores and is always certain."""
+
+    num_categories = 1
+    num_scores = 0
+
+    def forward(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:
+        """The certain distribution, (*, 0) -> (*)."""
+        log_probs = scores.new_zeros((*scores.shape[:-1], 1))
+        return HeadCategorical(log_probs, validate_args=False, normalized=True)
+
+
 class FromHeads:
-    """Scores become one categorical distribution for each head; the first of two base classes.
+    """Turns scores into categorical distributions; the first of two base classes.
+
+    Actions that share a head are computed together, in one call of the head.
 
     Args:
-        heads: one for each action; they are called as modules, so that probes see their scores.
+        heads: head of each action, called as a module, so that probes see its scores.
         mask_mode: how masks change a distribution, see :class:`~catnat.sb3.HeadPolicy`.
     """
 
@@ -31,51 +53,82 @@ class FromHeads:
     validate_args = True  # raise ValueError where a probability is NaN
     masks: Any = None  # of the next scores
 
-    def __init__(self, heads: Sequence[CategoricalHead], mask_mode: MaskMode = "prune") -> None:
+    def __init__(
+        self, heads: Sequence[CategoricalHead | OneChoice], mask_mode: MaskMode = "prune"
+    ) -> None:
         self.heads = heads
         self.sizes = [head.num_categories for head in heads]
+        self.widths = [head.num_scores for head in heads]
         self.mask_mode = mask_mode
-        # Whether an action has several parts.
-        self.several = isinstance(self, MultiCategoricalDistribution)
-        super().__init__(self.sizes if self.several else self.sizes[0])  # type: ignore[call-arg]
+        positions: dict[CategoricalHead | OneChoice, list[int]] = {}
+        for position, head in enumerate(heads):
+            positions.setdefault(head, []).append(position)
+        self._has_weights = any(True for head in positions for _ in head.parameters())
+        # Each head with the positions of its actions.
+        self.groups = list(positions.items())
+        super().__init__(self._action_dims())  # type: ignore[call-arg]
 
     def proba_distribution_net(self, latent_dim: int) -> nn.Module:
-        """The layer that gives the scores of all heads."""
-        return nn.Linear(latent_dim, sum(head.num_scores for head in self.heads))
+        """The layer that computes the scores of all heads."""
+        with warnings.catch_warnings():  # where all actions have one choice
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+            return nn.Linear(latent_dim, sum(self.widths))
 
     def proba_distribution(self, action_logits: Tensor) -> Self:
         """Set the distribution from scores (B, sum of S).
 
         A probability that is NaN raises a ValueError, as in the policies of Stable-Baselines3. The
-        host waits for the device here. Code that must not wait does so within
+        host waits for the device here. Code that must not wait calls this within
         ``using(validate_args=False)``.
         """
         self.scores = action_logits
         self.apply_masking(self.masks)
-        # Log-probabilities are finite or NaN, so their sum is NaN if and only if one of them is.
-        for part in self.parts if self.validate_args else ():
-            if is_plain(part.logits) and bool(part.logits.sum().isnan()):
-                raise ValueError(
-                    "the policy's probabilities are NaN: look for NaN in the observations and in "
-                    "the policy's parameters"
-                )
+        if self.validate_args and is_plain(action_logits):
+            self._check()
         return self
+
+    def _check(self) -> None:
+        """Raise an error if a probability is NaN; heads without weights need finite scores only."""
+        if not self._has_weights and math.isfinite(self.scores.sum().item()):
+            return
+        # Log-probabilities are finite or NaN, so their sum is NaN if and only if one of them is.
+        if any(bool(part.logits.sum().isnan()) for part in self.parts):
+            raise NanProbabilities(
+                "the policy's probabilities are NaN: look for NaN in the observations and in the "
+                "policy's parameters"
+            )
 
     def apply_masking(self, masks: Any) -> None:
         """Allow only the choices that are True in masks (B, sum of K); None allows all again."""
-        scores = self.scores.split([head.num_scores for head in self.heads], -1)
-        masks_of_parts = [None] * len(scores)
+        allowed = None
         if masks is not None:
             allowed = checked_masks(masks, self.sizes, self.scores.shape[:-1])
-            masks_of_parts = allowed.to(self.scores.device).split(self.sizes, -1)
-        # The distribution of each head.
-        self.parts = list(map(self._part, self.heads, scores, masks_of_parts))
-        self.distribution = self.parts if self.several else self.parts[0]
+            allowed = allowed.to(self.scores.device)
+        # One distribution for each group.
+        self.parts = [
+            self._part(
+                head,
+                self._take(self.scores, self.widths, positions),
+                None if allowed is None else self._take(allowed, self.sizes, positions),
+            )
+            for head, positions in self.groups
+        ]
 
-    def _part(self, head: CategoricalHead, scores: Tensor, mask: Tensor | None) -> HeadCategorical:
-        """The distribution of a head, over the choices that its mask allows."""
+    def _action_dims(self) -> Any:
+        """Arguments of Stable-Baselines3's distribution."""
+        return self.sizes
+
+    def _take(self, columns: Tensor, widths: list[int], positions: list[int]) -> Tensor:
+        """The columns of one group of actions."""
+        return columns
+
+    def _part(self, head: Any, scores: Tensor, mask: Tensor | None) -> HeadCategorical:
+        """The distribution of a head over the choices that its mask allows."""
         if mask is None or self.mask_mode == "prune":
-            return head(scores, mask)
+            part = head(scores, mask)
+            if "logits" not in vars(part):  # computed now: under no_grad they need no graph
+                part.logits = head.log_probs(part.scores)
+            return part
         # Renormalized, p_k / sum of allowed p: given that an allowed category is drawn.
         log_probs = torch.where(mask, head(scores).logits, -torch.inf).log_softmax(-1)
         return HeadCategorical(log_probs, validate_args=False)
@@ -90,25 +143,157 @@ class FromHeads:
         finally:
             vars(self).update(previous)
 
-    def sample(self) -> Tensor:
-        """Random actions (B,), or (B, A) where an action has several parts."""
-        actions = [draw(part) for part in self.parts]
-        return torch.stack(actions, -1) if self.several else actions[0]
-
 
 class HeadDistribution(FromHeads, CategoricalDistribution):
     """The distribution of a head over the actions of a ``Discrete`` space."""
 
+    def apply_masking(self, masks: Any) -> None:
+        """Allow only the choices that are True in masks (B, K); None allows all again."""
+        super().apply_masking(masks)
+        self.distribution = self.parts[0]
+
+    def _action_dims(self) -> int:
+        return self.sizes[0]
+
+    def sample(self) -> Tensor:
+        """Random actions (B,)."""
+        return draw(self.parts[0])
+
 
 class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
-    """Distributions over the actions of ``MultiDiscrete`` or ``MultiBinary``, one head for each."""
+    """Distributions over the A actions of ``MultiDiscrete`` or ``MultiBinary``.
+
+    The distribution of a group of G actions has the batch shape (B, G).
+    """
+
+    def apply_masking(self, masks: Any) -> None:
+        """Allow only the choices that are True in masks (B, sum of K); None allows all again."""
+        super().apply_masking(masks)
+        vars(self).pop("distribution", None)
+
+    @cached_property
+    def distribution(self) -> list[HeadCategorical]:  # type: ignore[override]
+        """The distribution of each action."""
+        logits: dict[int, Tensor] = {}
+        for part, (_, positions) in zip(self.parts, self.groups, strict=True):
+            logits |= zip(positions, part.logits.unbind(-2), strict=True)
+        return [
+            HeadCategorical(logits[position], validate_args=False, normalized=True)
+            for position in range(len(self.heads))
+        ]
+
+    def _take(self, columns: Tensor, widths: list[int], positions: list[int]) -> Tensor:
+        """The columns of one group, (B, sum of widths) -> (B, G, W)."""
+        if len(positions) == len(widths):
+            return columns.unflatten(-1, (len(widths), widths[0]))
+        parts = columns.split(widths, -1)
+        return torch.stack([parts[position] for position in positions], -2)
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """Log-probabilities of actions, (B, A) -> (B,)."""
+        chosen = actions.unbind(-1)
+        terms = []
+        for part, (_, positions) in zip(self.parts, self.groups, strict=True):
+            group = actions
+            if len(positions) < len(chosen):
+                group = torch.stack([chosen[position] for position in positions], -1)
+            terms.append(log_prob(part, group))
+        return total(terms)
+
+    def entropy(self) -> Tensor:
+        """Entropy of all actions together, (B,)."""
+        return total([entropy(part) for part in self.parts])
+
+    def sample(self) -> Tensor:
+        """Random actions (B, A)."""
+        drawn = []
+        for part, (_, positions) in zip(self.parts, self.groups, strict=True):
+            many_bits = is_binary(part) and len(positions) > 1
+            drawn.append(draw_bits(part) if many_bits else draw(part))
+        return self._in_order(drawn)
+
+    def mode(self) -> Tensor:
+        """The likeliest choice of each action, (B, A)."""
+        return self._in_order([part.logits.argmax(-1) for part in self.parts])
+
+    def _in_order(self, groups: list[Tensor]) -> Tensor:
+        """Actions (B, A) from those of each group, (B, G)."""
+        if len(groups) == 1:
+            return groups[0]
+        columns: dict[int, Tensor] = {}
+        for actions, (_, positions) in zip(groups, self.groups, strict=True):
+            columns |= zip(positions, actions.unbind(-1), strict=True)
+        return torch.stack([columns[position] for position in range(len(self.heads))], -1)
+
+
+# Two choices have one number, the log-odds z: half as much to compute as with two logarithms.
+
+
+def is_binary(distribution: HeadCategorical) -> bool:
+    """Whether there are two categories."""
+    return distribution.logits.shape[-1] == 2
+
+
+def log_odds(distribution: HeadCategorical) -> Tensor:
+    """z = log p_1 - log p_0 of a binary distribution, (*)."""
+    z = vars(distribution).get("log_odds")  # log_prob and entropy share it
+    if z is None:
+        log_zero, log_one = distribution.logits.unbind(-1)
+        z = vars(distribution)["log_odds"] = log_one - log_zero
+    return z
+
+
+def log_prob(distribution: HeadCategorical, actions: Tensor) -> Tensor:
+    """Log-probabilities of actions, (*)."""
+    if not is_binary(distribution):
+        return pick(distribution.logits, actions.long(), checked=False)
+    z = log_odds(distribution)
+    return -F.binary_cross_entropy_with_logits(z, actions.to(z.dtype), reduction="none")
+
+
+def entropy(distribution: HeadCategorical) -> Tensor:
+    """Entropies, (*)."""
+    if not is_binary(distribution):
+        return distribution.entropy()
+    return BinaryEntropy.apply(log_odds(distribution))
+
+
+class BinaryEntropy(torch.autograd.Function):
+    """Entropy of bits with log-odds z: H = log(1 + e^z) - z p with p = sigmoid(z).
+
+    dH/dz = -z p (1 - p).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        """H(z), elementwise."""
+        p = z.sigmoid()
+        ctx.save_for_backward(z, p)
+        return F.softplus(z) - z * p
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The gradient in z."""
+        z, p = ctx.saved_tensors
+        return grad * z * p * (p - 1)
+
+
+def draw_bits(distribution: HeadCategorical) -> Tensor:
+    """Samples (*) of a binary distribution; never a category of probability 0."""
+    p = log_odds(distribution).sigmoid()
+    return torch.bernoulli(p).long()
+
+
+def total(terms: list[Tensor]) -> Tensor:
+    """The sum over all actions of groups of them, (B, G) each -> (B,)."""
+    return terms[0].sum(-1) if len(terms) == 1 else torch.cat(terms, -1).sum(-1)
 
 
 def draw(distribution: HeadCategorical) -> Tensor:
-    """Samples (B,): the first of K exponential clocks with rates p to ring.
+    """Samples (*): the first of K exponential clocks with rates p to ring.
 
-    The draws equal those of torch.multinomial from the same generator state. The host does not
-    wait for the device, and a category of probability 0 is never drawn.
+    For a distribution (B,) the draws equal those of torch.multinomial from the same generator
+    state. The host does not wait for the device, and a category of probability 0 is never drawn.
     """
     p = distribution.probs
     clocks = torch.empty_like(p).exponential_().clamp_min_(torch.finfo(p.dtype).tiny)

@@ -1,4 +1,4 @@
-"""What environments say about actions: which are allowed, and which are played anyway.
+"""Masks and forced actions of environments.
 
 The convention is sb3-contrib's: an environment has a method ``action_masks()``, which returns an
 array of bool, True for each allowed action of a ``Discrete`` space. For ``MultiDiscrete`` the array

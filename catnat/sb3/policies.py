@@ -5,45 +5,79 @@ other policy gets a head by a class of two bases, as those of sb3-contrib do at 
 file.
 """
 
+import json
 from typing import Any, get_args
 
 from gymnasium import spaces
 from stable_baselines3.common.policies import (
     ActorCriticCnnPolicy,
     ActorCriticPolicy,
-    BasePolicy,
     MultiInputActorCriticPolicy,
 )
 from torch import nn
 
 from catnat.checks import require_choice, require_name
-from catnat.heads import make_head
-from catnat.sb3.distributions import HeadDistribution, HeadMultiDistribution, MaskMode
+from catnat.heads.base import CategoricalHead
+from catnat.heads.registry import make_head
+from catnat.sb3.distributions import (
+    HeadDistribution,
+    HeadMultiDistribution,
+    MaskMode,
+    OneChoice,
+)
 from catnat.sb3.masks import categories_of
+from catnat.sb3.sb3_compat import OpenPolicy
 
 SPARSEMAX_MIX = 1e-3  # default of the option mix of sparsemax
+
+
+def _as_text(options: dict[str, Any]) -> str:
+    """Options as JSON, equal for equal values."""
+    return json.dumps(options, sort_keys=True, default=lambda x: getattr(x, "tolist", x.__repr__)())
+
+
+def _write_head(policy: Any, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    """Put the head's name and options into the metadata of a state_dict."""
+    metadata["head"] = policy._head_name
+    metadata["head_options"] = _as_text(policy._head_options)
+
+
+def _check_head(policy: Any, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """Raise an error if a state_dict belongs to another head, or to other options of it."""
+    saved = metadata.get("head"), metadata.get("head_options")
+    own = policy._head_name, _as_text(policy._head_options)
+    if saved[0] is not None and saved != own:  # earlier versions saved no head
+        raise ValueError(
+            f"the weights belong to head {saved[0]} with options {saved[1]}, the policy has head "
+            f"{own[0]} with options {own[1]}"
+        )
 
 
 def _with_masks(name: str) -> Any:
     """A method of the policies of Stable-Baselines3, which also takes masks."""
 
     def method(self: Any, *args: Any, action_masks: Any = None, **kwargs: Any) -> Any:
+        inherited = getattr(super(HeadPolicy, self), name)
         if action_masks is None:  # a method that has called this one may have masks
-            action_masks = self.action_dist.masks
+            return inherited(*args, **kwargs)
         with self.action_dist.using(masks=action_masks):
-            return getattr(super(HeadPolicy, self), name)(*args, **kwargs)
+            return inherited(*args, **kwargs)
 
     method.__name__ = name
     return method
 
 
-class HeadPolicy(BasePolicy):
+class HeadPolicy(OpenPolicy):
     """Gives a policy class of Stable-Baselines3 a categorical head; the first of two base classes.
 
-    The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space. A
-    probability that is NaN raises a ValueError, as in the
-    policies of Stable-Baselines3. The deterministic action is the likeliest of all categories; a
-    tree does not decide it split by split.
+    ``policy.heads`` has the heads. Actions of a ``MultiDiscrete`` or ``MultiBinary`` space with
+    equally many choices share a head and are computed together, unless the head has weights. An
+    action with one choice has a head without scores. A probability that is NaN raises a ValueError,
+    as in the policies of Stable-Baselines3. The deterministic action is the likeliest of all
+    categories; a tree does not decide it split by split.
+
+    The metadata of ``state_dict()`` has the head's name and options. Loading weights of another
+    head, or of other options, raises a ValueError.
 
     Calling the policy, ``evaluate_actions``, ``get_distribution`` and ``predict`` take
     ``action_masks``, see :mod:`catnat.sb3.masks`.
@@ -59,8 +93,7 @@ class HeadPolicy(BasePolicy):
             impossible.
         mask_mode: "prune": the heads themselves take the masks; with scores of zero the allowed
             actions are equally likely, and the Fisher matrix of a masked tree stays diagonal.
-            "renormalize": the probabilities of allowed actions are divided by their sum; trees
-            learn faster so where other actions are forbidden at every step.
+            "renormalize": the probabilities of allowed actions are divided by their sum.
         kwargs: further arguments of the policy.
     """
 
@@ -81,21 +114,34 @@ class HeadPolicy(BasePolicy):
         self._head_options = options
         self._mask_mode = mask_mode
         super().__init__(*args, **kwargs)
+        self.register_state_dict_post_hook(_write_head)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_check_head)  # type: ignore[no-untyped-call]
 
-    def _build(self, lr_schedule: Any) -> None:
-        """Put the heads where Stable-Baselines3 expects its own distribution, then build."""
-        sizes = categories_of(self.action_space)
-        heads = [make_head(self._head_name, K, **self._head_options) for K in sizes]
-        for head in heads:
-            head.validate_args = False  # the policy itself checks for NaN
-        self.heads = nn.ModuleList(heads)
+    def make_distribution(self) -> None:
+        """Put the heads where Stable-Baselines3 expects its own distribution."""
+        heads = self._make_heads()
+        self.heads = nn.ModuleList(dict.fromkeys(heads))
         is_single = isinstance(self.action_space, spaces.Discrete)
         kind: Any = HeadDistribution if is_single else HeadMultiDistribution
         self.action_dist = kind(heads, self._mask_mode)
-        super()._build(lr_schedule)  # type: ignore[misc]
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
-        return super()._get_constructor_parameters() | {
+    def _make_heads(self) -> list[CategoricalHead | OneChoice]:
+        """The head of each action; actions with equally many choices share one without weights."""
+        shared: dict[int, CategoricalHead | OneChoice] = {1: OneChoice()}
+        heads = []
+        for K in categories_of(self.action_space):
+            head = shared.get(K)
+            if head is None:
+                head = make_head(self._head_name, K, **self._head_options)
+                head.validate_args = False  # the policy itself checks for NaN
+                if not any(True for _ in head.parameters()):
+                    shared[K] = head
+            heads.append(head)
+        return heads
+
+    def own_parameters(self) -> dict[str, Any]:
+        """Arguments of the constructor that concern the head."""
+        return {
             "head": self._head_name,
             "head_options": self._head_options,
             "mask_mode": self._mask_mode,
@@ -122,8 +168,16 @@ class HeadMultiInputActorCriticPolicy(HeadPolicy, MultiInputActorCriticPolicy):
 # -- policies for MaskablePPO and RecurrentPPO, where sb3-contrib is installed ---------------------
 
 try:
-    from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
-    from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
+    from sb3_contrib.common.maskable.policies import (
+        MaskableActorCriticCnnPolicy,
+        MaskableActorCriticPolicy,
+        MaskableMultiInputActorCriticPolicy,
+    )
+    from sb3_contrib.common.recurrent.policies import (
+        RecurrentActorCriticCnnPolicy,
+        RecurrentActorCriticPolicy,
+        RecurrentMultiInputActorCriticPolicy,
+    )
 except ImportError:
     pass
 else:
@@ -131,5 +185,19 @@ else:
     class HeadMaskableActorCriticPolicy(HeadPolicy, MaskableActorCriticPolicy):
         """A multilayer perceptron with a head, for MaskablePPO; HeadPPO does not need it."""
 
+    class HeadMaskableActorCriticCnnPolicy(HeadPolicy, MaskableActorCriticCnnPolicy):
+        """The Nature CNN with a head, for MaskablePPO."""
+
+    class HeadMaskableMultiInputActorCriticPolicy(HeadPolicy, MaskableMultiInputActorCriticPolicy):
+        """For ``Dict`` observations, with a head, for MaskablePPO."""
+
     class HeadRecurrentActorCriticPolicy(HeadPolicy, RecurrentActorCriticPolicy):
         """An LSTM with a head, for RecurrentPPO."""
+
+    class HeadRecurrentActorCriticCnnPolicy(HeadPolicy, RecurrentActorCriticCnnPolicy):
+        """The Nature CNN and an LSTM with a head, for RecurrentPPO."""
+
+    class HeadRecurrentMultiInputActorCriticPolicy(
+        HeadPolicy, RecurrentMultiInputActorCriticPolicy
+    ):
+        """For ``Dict`` observations, an LSTM with a head, for RecurrentPPO."""

@@ -28,7 +28,6 @@ from catnat.cuda_graph import (
 )
 from catnat.sb3.algorithms import HeadAlgorithm, NonFinite, normalized
 from catnat.sb3.masks import masks_of
-from catnat.sb3.policies import HeadPolicy
 
 ValueLoss = Literal["sb3", "cleanrl"]
 STATISTICS = (
@@ -82,6 +81,17 @@ class HeadPPO(HeadAlgorithm, PPO):
         kwargs: as ``args``, by name.
     """
 
+    not_saved = (
+        "_play",
+        "_optimize",
+        "_rollout",
+        "_numbers",
+        "_captured",
+        "_prepared_for",
+        "_too_far",
+        "uses_masks",
+        "rollout_buffer_class",
+    )
     policy: Any
     _rollout: Any  # tensors (T n, ...) on the device, or dicts of them
 
@@ -129,7 +139,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         self._upload()
         rows: list[Tensor] = []
         for _ in range(self.n_epochs):
-            self._n_updates += 1
+            number_of_updates = self.count_update()
             first_row = len(rows)
             for indices in self._minibatches():
                 rows.append(self._optimize(indices).clone())  # replays write to the same place
@@ -153,7 +163,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         buffer = self.rollout_buffer
         explained = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
         self.logger.record("train/explained_variance", float(explained))
-        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
+        self.logger.record("train/n_updates", number_of_updates, exclude="tensorboard")
 
     def _upload(self) -> None:
         """Copy the rollout to the device; graphs that were captured look for it in one place."""
@@ -237,7 +247,7 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def _set_numbers(self) -> None:
         """Set and log the numbers that may change between updates; captured steps find them."""
-        remaining = self._current_progress_remaining
+        remaining = self.remaining
         rate = self.lr_schedule(remaining)
         for group in self.policy.optimizer.param_groups:
             set_learning_rate(group, rate, self.device if self._captured else None)
@@ -267,17 +277,21 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     # -- setting up, saving, playing -------------------------------------------------------------
 
-    def _setup_model(self) -> None:
+    def before_setup(self) -> None:
+        """Check the class of the buffer."""
         buffer_class = self.rollout_buffer_class  # a zip of stable_baselines3.PPO has one
         if buffer_class not in (None, RolloutBuffer, DictRolloutBuffer):
             raise ValueError(
                 f"HeadPPO makes minibatches by itself, it cannot use {buffer_class.__name__}"
             )
         self.rollout_buffer_class = None
-        super()._setup_model()
-        if not isinstance(self.policy, HeadPolicy):
-            raise ValueError(f"HeadPPO needs a policy with a head, got {self.policy_class}")
+
+    def after_setup(self) -> None:
+        """Make what is not saved."""
+        super().after_setup()
         self._numbers = torch.zeros(6, device=self.device)
+        self._captured = False
+        self._play: Any = self._forward  # learn() decides whether it is replayed
         self._prepared_for: Any = None  # the options of captured steps; None: parameters are new
         self.uses_masks = self._decide_masks()
 
@@ -302,7 +316,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         self._captured = reason is None
         self._prepared_for = self._constants
         self._rollout = {}
-        self._play: Any = self._forward
+        self._play = self._forward
         self._optimize: Any = self._minimize
         if self._captured:
             make_capturable(optimizer, self.device)
@@ -343,11 +357,6 @@ class HeadPPO(HeadAlgorithm, PPO):
         """Load parameters; the next update forgets graphs that were captured."""
         super().set_parameters(*args, **kwargs)
         self._prepared_for = None
-
-    def _excluded_save_params(self) -> list[str]:
-        rebuilt = "_play _optimize _rollout _numbers _captured _prepared_for _too_far"
-        rebuilt += " uses_masks rollout_buffer_class"
-        return [*super()._excluded_save_params(), *rebuilt.split()]
 
 
 def cleanrl_schedule(

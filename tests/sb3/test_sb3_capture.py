@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from catnat.cuda_graph import WARM_UP
 from catnat.sb3 import HeadPPO, cleanrl_schedule, ppo
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+cuda = pytest.mark.gpu
 
 
 @pytest.fixture
