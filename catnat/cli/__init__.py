@@ -1,7 +1,6 @@
 """The command line behind train.py and the command catnat.
 
-``options`` reads words and files once, before PyTorch is loaded; ``run`` is what all runs have: the
-parser, resuming, what is printed. ``lightning`` and ``rl`` train, with Lightning and with
-Stable-Baselines3; ``folder`` has the folder of a run and its lock, ``errors`` the one line for a
-mistake.
+``names`` and ``request`` read names and files before PyTorch is imported. ``parsing`` is the
+LightningCLI. ``lightning`` and ``rl`` build a run, ``run`` executes it; ``resume`` and ``folder``
+say what a resumed run may change and who writes to its folder.
 """

@@ -1,11 +1,10 @@
 """The folder of a run: its number, its lock, and the options that the run began with."""
 
-import fcntl
-import os
-import socket
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from catnat.callbacks.files import write_whole
 
@@ -28,32 +27,27 @@ class RunFolder:
         self.resumed = is_in_a_run and (not train or checkpoint.name == "last.ckpt")
         self.path = checkpoint.parent.parent if self.resumed else home / "version_0"
         self._has_begun = False
+        self._lock: FileLock | None = None
 
     def open(self) -> None:
-        """Make the folder of a new run, the first that is free; lock it.
-
-        The system frees the lock of a process that is gone, however it ended.
+        """Make the folder of a new run, the first that is free, and lock it.
 
         Raises:
             ValueError: another process trains in this folder.
         """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         for number in count() if not self.resumed else ():
             self.path = self.path.with_name(f"version_{number}")
             with suppress(FileExistsError):
-                self.path.mkdir(parents=True)
+                self.path.mkdir()
                 break
-        self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - as long as the run lasts
+        self._lock = FileLock(self.path / ".lock", timeout=0)
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            self._lock.seek(0)
-            process = self._lock.read()
-            raise ValueError(f"{process} is still training in {self.path}: end it first") from None
-        except OSError:
+            self._lock.acquire()
+        except Timeout:
+            raise ValueError(f"another process trains in {self.path}: end it first") from None
+        except NotImplementedError:
             pass  # a file system without locks
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self._lock.flush()
 
     def begin(self, options: str) -> None:
         """Write the options of a run, once: those of a resumed run belong to its checkpoint."""
@@ -68,9 +62,17 @@ class RunFolder:
         write_whole(self.path / "config.yaml", options.encode())
 
     def close(self) -> None:
-        """Give an open folder back; that of a new run goes if it is empty."""
-        (self.path / ".lock").unlink()
-        self._lock.close()
-        with suppress(OSError):  # not empty
-            for folder in (self.path, *list(self.path.parents)[:3]):
-                folder.rmdir()
+        """Release an open folder; delete it if the run is new and has left nothing.
+
+        The lock file stays in a folder with content: who deletes it could delete the lock of a
+        process that has just opened the folder.
+        """
+        if self._lock is None:
+            return
+        self._lock.release()
+        self._lock = None
+        if [path.name for path in self.path.iterdir()] in ([], [".lock"]):
+            (self.path / ".lock").unlink(missing_ok=True)
+            with suppress(OSError):  # not empty
+                for folder in (self.path, *list(self.path.parents)[:3]):
+                    folder.rmdir()

@@ -13,9 +13,9 @@ from lightning.pytorch import Callback
 
 import train
 from catnat import __version__
-from catnat.cli.main import command_line
-from catnat.cli.options import MODELS
-from catnat.head import REGISTRY
+from catnat.cli.main import build
+from catnat.cli.names import MODELS
+from catnat.heads.base import REGISTRY
 
 BUILT_IN = ("softmax", "sparsemax", "sigmoid", "natural")
 
@@ -23,7 +23,7 @@ BUILT_IN = ("softmax", "sparsemax", "sigmoid", "natural")
 
 WRONG = {
     "--model vea": "did you mean vae?",
-    "--model": "--model needs a value",
+    "--model": "expected one argument",
     "--modle vae": "did you mean --model?",
     "--head naturl": "did you mean natural?",
     "traim --model vae": "unknown command 'traim'; choose from fit",
@@ -31,7 +31,7 @@ WRONG = {
     "--config no_such_file.yaml": "No such file",
     "--config {broken}": "cannot be read",
     "--config {unknown}": "did you mean --model.num_latents?",
-    "--model gsl --config {unknown}": "unrecognized option 'model.num_latent' in a file: gsl",
+    "--model gsl --config {unknown}": "unknown option --model.num_latent",
     "--config {short}": "in a file its name is trainer.max_steps",
     "--config {name}": "should read like what --print_config prints",
     "--config {empty}": "should read like what --print_config prints",
@@ -39,23 +39,33 @@ WRONG = {
     "--model json.dumps": "json has no class dumps",
     "--num_latent 3": "did you mean --num_latents?",
     "--trainer.max_epoch 3": "did you mean --trainer.max_epochs?",
-    "--colour blue": "unrecognized arguments: --colour",
-    "--num_latents ten": "--num_latents: Expected an int, got ten",
+    "--colour blue": "unknown option --colour",
+    "--num_latents ten": "num_latents\": Expected a <class 'int'>. Got value: ten",
     "--num_latents 0": "num_latents must be positive",
-    "--optimizer adm": "one of 'adam', 'sgd'",
-    "--estimator gumble": "one of 'gumbel', 'straight-through', 'reinmax', 'relaxed', 'score",
-    "--head_options.amplitde 3": "no option 'amplitde'",
-    "--head_options.amplitude=wide": "--amplitude: Expected a float, got wide",
-    "--head_options.tail=true": "--tail: Expected a float, got True",
+    "--optimizer adm": "Expected a dot import path string: adm",
+    "--limit_val_batches x": "limit_val_batches\": - Expected a <class 'int'>",
+    "--recipe mine": "choose from 'default', 'paper'",
+    "--seeds 3..1": "--seeds 3..1 should read like 1..10 or 1,2,5",
+    "--seed true": "seed must lie in",
+    "--min_steps 9 --max_steps 3": "--min_steps 9 is more than --max_steps 3",
+    "--gradient_clip 1 --gradient_clip_val 1": "--gradient_clip has no effect beside",
+    "--checkpoint.monitor val/kl --limit_val_batches 0": "the run is not validated",
+    "test --ckpt_path {broken} --save_every 3": "--save_every has no effect on test",
+    "--estimator gumble": "'gumble'; did you mean gumbel? choose from gumbel, gumbel-rao",
+    "--estimator zgr --min_temperature 0.5": "the estimator 'reinmax' has no min_temperature",
+    "--kl_steps 100": "kl_start and kl_steps belong together",
+    "--head natural --head_options.amplitde 3": "no option 'amplitde'",
+    "--head natural --head_options.amplitude=wide": "amplitude must lie in",
+    "--head natural --head_options.tail=true": "tail must be 0 or lie in",
     "--max_time foo": "Expected a string in the format",
     "--model catnat.nowhere.DiscreteVAE": "No module named 'catnat.nowhere'",
-    "--batch_size 5000": "more than the 60 items to train on",
+    "--batch_size 5000": "larger than the 60 training items",
     "--data mnits": "did you mean mnist?",
     "--data community-graph": "choose from mnist, fashion-mnist, kmnist",
-    "--seed -1": "--seed -1 is not in bounds",
+    "--seed -1": "seed must lie in",
     "--max_steps -7": "max_steps",
     "--precision 16-true": "choose from 32-true",
-    "--save_every 0": "--save_every: must be >0, got 0",
+    "--save_every 0": "save_every",
     "test": "needs a checkpoint",
     "--ckpt_path no_such.ckpt": "no checkpoint 'no_such.ckpt'",
     "--ckpt_path last": "no last.ckpt in any run",
@@ -63,7 +73,7 @@ WRONG = {
     "--trainer.logger CSVLogger": "arguments are required: save_dir",
     "--devices 2 --strategy ddp_fork": "choose ddp",
     "--devices 2 --strategy DDPStrategy --strategy.start_method spawn": "choose ddp",
-    "--data.root typo": "root 'typo' has no MNIST: there are no train-images-idx3-ubyte",
+    "--data.root typo": "root 'typo' has no MNIST: no train-images-idx3-ubyte",
 }
 FILES = {
     "broken": b"model: [1, 2\n",
@@ -152,7 +162,7 @@ def test_print_config_can_be_read_back(capsys, tmp_path, monkeypatch):
     assert (model["init_args"]["head"], model["init_args"]["num_latents"]) == ("sigmoid", 7)
     assert (int(options["trainer"]["devices"]), options["seed_everything"]) == (2, 5)
     assert options["data"]["init_args"]["variant"] == "stochastic"
-    tailed = printed(capsys, "--head_options.tail=0.1")["model"]["init_args"]
+    tailed = printed(capsys, "--head=natural", "--head_options.tail=0.1")["model"]["init_args"]
     assert tailed["head_options"] == {"tail": 0.1}
     Path("c.yaml").write_text(yaml.safe_dump(options))
     assert printed(capsys, "--config=c.yaml") == options
@@ -165,12 +175,18 @@ def test_names_may_be_short_or_full_and_seeds_have_two(capsys):
     assert printed(capsys, "--max_steps", "9")["trainer"]["max_steps"] == 9
     for option in ("--seed=7", "--seed_everything=7"):
         assert printed(capsys, option)["seed_everything"] == 7
-    assert printed(capsys, "--optimizer=sgd")["model"]["init_args"]["optimizer"] == "sgd"
+    options = ["--optimizer=SGD", "--lr_scheduler=StepLR", "--lr_scheduler.gamma=0.5"]
+    options += ["--lr_scheduler.step_size=7"]
+    model = printed(capsys, *options)["model"]["init_args"]
+    assert model["optimizer"]["class_path"] == "torch.optim.SGD"
+    assert model["lr_scheduler"]["class_path"] == "torch.optim.lr_scheduler.StepLR"
+    schedule = model["lr_scheduler"]["init_args"]
+    assert (schedule["gamma"], schedule["step_size"]) == (0.5, 7)
 
 
 def test_a_run_of_epochs_validates_after_each_and_one_of_steps_by_steps(workspace):
     def trainer(*argv):
-        return command_line([*workspace[:2], "--batch_size=10", *argv], "objects").trainer
+        return build([*workspace[:2], "--batch_size=10", *argv]).trainer
 
     epochs, steps = trainer("--max_epochs=3"), trainer("--max_steps=9000")
     assert (epochs.max_steps, epochs.check_val_every_n_epoch) == (-1, 1)
@@ -201,7 +217,7 @@ def test_every_model_and_every_head_trains(model, head, workspace, capfd):
         "val/loss",
         "test/nll",
         "fim/off_diagonal_mass",
-        "fim_spectrum/condition_number",
+        "fim/exact_off_diagonal_mass",
         "fim/saturated",
     } <= metrics.keys()
     assert metrics["data_source"] == "files"
@@ -217,7 +233,7 @@ def test_a_run_on_the_small_mnist_says_so_at_the_end(workspace, capfd):
 
 def test_a_head_of_the_users_own_and_a_folder_for_each_run(workspace):
     Path("my_heads.py").write_text(
-        "from catnat.flat_heads import SoftmaxHead\n"
+        "from catnat.heads.flat import SoftmaxHead\n"
         "class Mine(SoftmaxHead, name='mine_cli'): pass\n"
     )
     try:
@@ -271,9 +287,9 @@ def test_callbacks_of_the_users_own_and_lightnings_own_words(workspace, monkeypa
     assert len(list(Path("mine").glob("*.ckpt"))) == 1
     assert "Metric val/loss improved" in caplog.text and "run_training_epoch" in caplog.text
     assert last()["global_step"] < 9 * 6, "it stopped early"
-    again = ["--callbacks+=EarlyStopping", "--callbacks.monitor=val/kl", "--max_steps=60"]
+    again = ["--callbacks=EarlyStopping", "--callbacks.monitor=val/kl", "--max_steps=60"]
     assert run("--ckpt_path=last", *again) == 0
-    (early_stopping,) = config()["trainer"]["callbacks"]  # those of the first run are replaced
+    (early_stopping,) = config()["trainer"]["callbacks"]  # which replaces those of the first run
     assert early_stopping["init_args"]["monitor"] == "val/kl"
 
 

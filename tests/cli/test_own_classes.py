@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases_cli import FOLDER, assert_refused, config, last, one_line, same_weights
+from cases_cli import assert_refused, config, last, one_line, same_weights
 
 import train
 
@@ -116,7 +116,7 @@ class Late(Plain):
 
 '''
 QUICK = ["--max_steps=4", "--enable_progress_bar=false"]
-VAE = [*QUICK, "--nll_samples=2", "--fisher.image_every_n_steps=0"]
+VAE = ["--head=natural", *QUICK, "--nll_samples=2", "--fisher.image_every_n_steps=0"]
 
 
 @pytest.fixture(autouse=True)
@@ -139,9 +139,6 @@ def test_a_data_module_of_the_users_own_trains_and_resumes():
     assert config()["data"] == {"class_path": "own_classes.Noise", "init_args": options}
     assert run("--ckpt_path=last", "--max_steps=6") == 0, "the run knows its data"
     assert last()["global_step"] == 6
-    more = ["--count=40", "--max_steps=7", "--learning_rate=0.5"]
-    assert run("--ckpt_path=last", *more) == 0
-    assert "learning_rate: 0.5" in (FOLDER / "hparams.yaml").read_text()
     assert run("test", "--ckpt_path=last") == 0
     small = ["--data=mnist", "--data.download=false", "--limit_test_batches=1"]
     assert run("test", "--ckpt_path=last", *small) == 0
@@ -180,7 +177,7 @@ def test_a_lightning_module_without_a_head_trains_and_resumes(capfd):
     assert same_weights(last(folder), last("whole/own_classes.Plain/no_head/version_0"))
     capfd.readouterr()
     assert run(f"--ckpt_path={folder}/checkpoints/last.ckpt", "--size=4") == 2
-    assert "size mismatch" in one_line(capfd)
+    assert "--model.size cannot change when" in one_line(capfd)
 
 
 def test_a_checkpoint_predicts_and_a_callback_takes_the_predictions():
@@ -198,15 +195,15 @@ def test_a_checkpoint_predicts_and_a_callback_takes_the_predictions():
 
 WRONG = {
     "--data own_classes.Nois": "own_classes has no class Nois; did you mean Noise?",
-    "--data own_classes.Plain": "not correspond to a subclass of LightningDataModule",
+    "--data own_classes.Plain": "not a subclass of LightningDataModule",
     "--model gsl --data mnist": "unknown data 'mnist'; choose from community-graph",
     "--model gsl --data own_classes.Pairs": "num_nodes",
-    "--model ppo --data mnist": "ppo plays in environments; see --env",
+    "--model ppo --data mnist": "ppo learns from an environment; see --env",
     "--model own_classes.Wid": "did you mean Wide?",
-    "--model own_classes.Noise": "not correspond to a subclass of LightningModule",
-    "--model own_classes.Plain --data own_classes.Noise --head softmax": "Option 'head' is not",
+    "--model own_classes.Noise": "not a subclass of LightningModule",
+    "--model own_classes.Plain --data own_classes.Noise --head softmax": "'head'",
     "--data own_classes.Noise --cont 3": "did you mean --count?",
-    "--data own_classes.Noise --variant gray": "unrecognized arguments: --variant",
+    "--data own_classes.Noise --variant gray": "unknown option --variant",
     "--data fashion-mnist --download false": "no FashionMNIST in data/FashionMNIST/raw",
 }
 

@@ -43,13 +43,13 @@ def test_it_takes_the_steps_of_stable_baselines_which_loads_its_zip(capfd):
         assert evaluate_policy(model, make_vec_env("CartPole-v1", 2, seed=0), 2)[0] > 5
     capfd.readouterr()
     assert train.main(["--model=ppo", f"--ckpt_path={FOLDER}/checkpoints/last.ckpt"]) == 2
-    assert "another model.class_path: catnat.sb3.recipes.A2C" in one_line(capfd)
+    assert "is of class_path catnat.sb3.recipes.A2C, not catnat.sb3.recipes.PPO" in one_line(capfd)
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("--clip_range 0.1", "unrecognized arguments: --clip_range"),
+        ("--clip_range 0.1", "unknown option --clip_range"),
         ("--rms_prop_eps 0", "rms_prop_eps must be positive, got 0"),
         (
             '--policy_kwargs.optimizer_kwargs {"eps":0.1}',

@@ -28,7 +28,7 @@ from cases_ppo import (
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from catnat.callbacks import sb3_run
-from catnat.cli.main import command_line
+from catnat.cli.main import build
 from catnat.sb3 import HeadPPO
 
 HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
@@ -39,42 +39,42 @@ HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
 WRONG = {
     "--backend sb3": "backend sb3 is for Atari games",
     "--env_kwargs.render_mode xx": "no render_mode 'xx'; choose from ['human', 'rgb_array']",
-    "--seed false": "needs a seed",
+    "--seed false": "Expected a <class 'int'>. Got value: False",
     "--ent_coef .inf": "ent_coef must lie in",
     "--env Brekout": "did you mean Breakout?",
     "--env CartPole-v9": "did you mean CartPole-v1?",
     "--env LunarLander-v3": "Box2D",
     "--env Pendulum-v1": "Discrete",
     "--env Blackjack-v1": "observation space is not supported",
-    "--backend envpool": "one of 'native', 'sb3'",
+    "--backend envpool": "['native', 'sb3']",
     "--num_envs 0": "num_envs must be at least 1",
     "--num_env 4": "did you mean --num_envs?",
     "--env Breakout --normalize true": "other than Atari",
     "--learning_rate 0": "learning_rate must be positive, got 0",
     "--vf_coef .nan": "vf_coef must lie in [0, inf), got nan",
     "--n_steps 0": "n_steps must be at least 1",
-    "--policy_kwargs.net_arch foo": "Expected a list",
+    "--policy_kwargs.net_arch foo": "Expected a <class 'list'>",
     "--env_kwargs.foo 3": "unexpected keyword argument 'foo'",
     "--batch_size 1": "batch_size",
     "--clip_range -1": "clip_range must be positive, got -1",
     "--gamma 1.1": "gamma must lie in 0..1",
-    "--value_loss cleanr": "one of 'sb3', 'cleanrl'",
-    "--total_steps 0": "--trainer.total_steps: must be >0, got 0",
-    "--total_steps 1.5": "Expected a PositiveInt, got 1.5",
-    "--eval_every -1": "--trainer.eval_every: must be >=0, got -1",
+    "--value_loss cleanr": "['sb3', 'cleanrl']",
+    "--total_steps 0": 'trainer.total_steps": - Not of type PositiveInt',
+    "--total_steps 1.5": 'trainer.total_steps": - Not of type PositiveInt',
+    "--eval_every -1": 'trainer.eval_every": - Not of type NonNegativeInt',
     "--devices 2": "did you mean --device?",
     "--device abacus": "abacus",
     "--device cuda:99": "no device 'cuda:99'",
     "--policy_kwargs {head:\u00a0softmax}": "Unexpected keys: {'head'}",
     "--policy_kwargs.head_options {}": "Unexpected keys: {'head_options'}",
     "--env Breakout --seed 1147483647": "seed must lie in",
-    "--policy_kwargs.net_arch [0]": "--policy_kwargs.net_arch: 0 must be >0",
+    "--policy_kwargs.net_arch [0]": "PositiveInt",
     "--policy_kwargs.net_arch {pi:\u00a0[8],qf:\u00a0[8]}": "Unexpected keys: {'qf'}",
-    "--policy_kwargs.net_arch {vf:\u00a0abc}": "got abc",
+    "--policy_kwargs.net_arch {vf:\u00a0abc}": '"policy_kwargs": - ',
     "--policy_kwargs.activation_fn torch.nn.ReLo": "'torch.nn' has no attribute 'ReLo'",
     "--target_kl -1": "target_kl must be positive, got -1",
-    "--tensorboard_log x": "unrecognized arguments: --tensorboard_log",
-    "--eval_games 0": "--trainer.eval_games: 0 must be >0",
+    "--tensorboard_log x": "unknown option --tensorboard_log",
+    "--eval_games 0": 'trainer.eval_games": Not of type PositiveInt',
     "--fisher.every_n_rollouts 0": "every_n_rollouts",
     "--trainer.total_step 3": "did you mean --trainer.total_steps?",
 }
@@ -128,7 +128,7 @@ def test_every_head_trains(head, model, capfd):
     assert run(*QUICK, head=head, model=model) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert re.search(r"^step 64 .* eval/return ", out, re.MULTILINE)
+    assert re.search(r"^step 64 .* eval/mean_reward ", out, re.MULTILINE)
     assert "test/return" in out and "fim/off_diagonal_mass" in out
     assert out.splitlines()[-1] == f"tensorboard --logdir runs/{model}"
     folder = Path("runs", model, head, "version_0")
@@ -167,13 +167,13 @@ def test_options_that_stable_baselines_has(capfd):
     ("env", "limits"), [("CliffWalking-v1", (None, 10_000)), ("CartPole-v1", (500, 500))]
 )
 def test_an_environment_without_a_time_limit_is_evaluated_for_some_steps_only(env, limits):
-    cli = command_line(["--model=ppo", f"--env={env}"], "objects")
-    specs = [env.get_attr("spec")[0] for env in (cli.env, cli.eval_env)]
+    cli = build(["--model=ppo", f"--env={env}"])
+    specs = [env.get_attr("spec")[0] for env in (cli.run.env, cli.run.eval_env)]
     assert tuple(spec.max_episode_steps for spec in specs) == limits
 
 
 def test_games_that_are_not_finished_are_reported(capfd, monkeypatch):
-    monkeypatch.setattr("catnat.cli.rl._LONGEST_GAME", 50)
+    monkeypatch.setattr("catnat.sb3.train._LONGEST_GAME", 50)
     argv = ["--env=CliffWalking-v1", "--eval_games=2", "--eval_every=0", "--total_steps=64"]
     assert run(*QUICK[1:4], *argv) == 0
     assert "test/unfinished" in capfd.readouterr().out

@@ -126,18 +126,24 @@ def test_metadata_lists_what_is_imported(site):
     """A package without an extra, of the extra that a folder is for, or of train."""
     (folder,) = site.glob("catnat-*.dist-info")
     extras = {"": set(), "train": set(), "sweep": set(), "jax": set(), "maskable": set()}
+    extras["hf"] = set()
     for line in Distribution.at(folder).requires or []:
         extra = re.search(r'extra == "(\w+)"', line)
         name = re.match(r"[\w-]+", line)[0]
         module = OTHER_NAMES.get(name, name.replace("-", "_"))
         extras.get(extra[1] if extra else "", set()).add(module)
     always = extras[""] | sys.stdlib_module_names | {"catnat", "triton"}  # torch brings triton
-    light = {"kernels", "jax"}  # and the files of catnat/ itself, except the two below
-    late = {"metrics.py": "torchmetrics", "graphs.py": "torch_geometric"}
+    light = {"kernels", "jax"}  # and the files of catnat/ itself, except the three below
+    late = {
+        "metrics.py": "torchmetrics",
+        "graphs.py": "torch_geometric",
+        "lightning_compat.py": "lightning",
+    }
     unlisted = set()
     for path in (site / "catnat").rglob("*.py"):
         room = path.relative_to(site / "catnat").parts[0]
-        allowed = always | extras.get({"sweeps": "sweep", "sb3": "maskable"}.get(room, room), set())
+        extra = {"sweeps": "sweep", "sb3": "maskable", "integrations": "hf"}.get(room, room)
+        allowed = always | extras.get(extra, set())
         if room not in light and not room.endswith(".py"):
             allowed |= extras["train"]
         names = top_level_imports(path) - allowed - {late.get(room)}
