@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.core import optimizer as lightning_optimizers
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
@@ -29,14 +28,16 @@ from torch.utils.tensorboard import SummaryWriter
 
 from catnat.callbacks.fisher_diagnostics import histories_of
 from catnat.callbacks.tensorboard import open_writer
-from catnat.cli.options import Options
+from catnat.cli.names import Options
 from catnat.cuda_graph import StepGraph, make_capturable
-from catnat.head import CategoricalHead
+from catnat.heads.base import CategoricalHead
+from catnat.heads.probe import HeadProbe
+from catnat.lightning_compat import configured_optimizers
 from catnat.lit_modules.cuda_graph_steps import BATCH_HOOKS
 from catnat.lit_modules.step_module import StepModule
-from catnat.probe import HeadProbe
 from catnat.rng import forked_random_state
 
+_DRAWS = 64  # for each row of the batch whose Fisher matrix is diagnosed at the end of a run
 _STEPS_AHEAD = 40  # of the host, before it waits for the device
 _TRAINER_OPTIONS = (  # that a group follows, or that only observe; others have their defaults
     "accelerator",
@@ -59,14 +60,14 @@ class Member:
     Attributes:
         model: with the weights that its seed gives.
         data: not yet set up; those of a group share equal data.
-        seed: of weights and noise.
-        options: of the Trainer: max_steps, val_check_interval, accelerator.
+        seed: seed of weights and noise.
+        options: options of the Trainer: max_steps, val_check_interval, accelerator.
         group: equal for models that can be trained together.
         data_key: equal for models with equal data.
-        folder: of the run, for curves, weights and metrics; None: nothing is written.
-        metrics: of the last validation, in the end those of the run; none of one given up.
+        folder: folder for curves, weights and metrics; None writes nothing.
+        metrics: metrics of the last validation, and of the run at its end.
         failure: why the model was given up: scores are not finite; empty if it was not.
-        writer: of curves.
+        writer: writer of curves.
         config_text: all options, for ``config.yaml``.
     """
 
@@ -85,9 +86,9 @@ class Member:
 
 def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
     """The model and the data of a command line of ``catnat``."""
-    from catnat.cli.main import command_line
+    from catnat.cli import main
 
-    cli = command_line(list(arguments), until="objects")
+    cli = main.build(arguments)
     config = cli.config
     refused = [
         name
@@ -161,9 +162,9 @@ class Stack:
     model are its part of the stacked ones, so its own optimizer updates them, whichever that is.
 
     Args:
-        models: of one class, with equal options but for their learning rates.
+        models: models of one class, with equal options except for learning rates.
         device: where they are trained.
-        max_steps: of the run, which a schedule of the learning rate may depend on.
+        max_steps: number of steps; a schedule of the learning rate may use it.
     """
 
     def __init__(self, models: Sequence[StepModule], device: torch.device, max_steps: int) -> None:
@@ -184,8 +185,7 @@ class Stack:
 
     def _add_optimizer(self, model: StepModule, device: torch.device) -> Optimizer:
         configured: Any = model.configure_optimizers()
-        optimizers, configs, monitor = lightning_optimizers._configure_optimizers(configured)
-        schedulers = lightning_optimizers._configure_schedulers_automatic_opt(configs, monitor)
+        optimizers, schedulers = configured_optimizers(configured)
         kinds = {(x.interval, x.frequency, x.reduce_on_plateau) for x in schedulers}
         if len(optimizers) > 1 or kinds - {("step", 1, False)}:
             raise ValueError(
@@ -224,7 +224,7 @@ class Stack:
         """A step of every model, on the device alone; returns the losses, (M,).
 
         Args:
-            batch: of all models together, or of each model, (M, B, *).
+            batch: one batch for all models, or one for each, (M, B, *).
             one_batch: whether all models get the same batch.
         """
         losses = vmap(
@@ -271,7 +271,7 @@ class Group:
         for member in members:
             member.data = self.data[member.data_key]
             if member.folder:
-                member.writer = open_writer(member.folder / "version_0")
+                member.writer = open_writer(_free_folder(member.folder))
         for data in self.data.values():
             data.trainer = self.trainer
             data.prepare_data()
@@ -351,12 +351,19 @@ class Group:
             member.writer.flush()
 
 
+def _free_folder(folder: Path) -> Path:
+    """A folder for the curves of a run that begins; a group that was killed has left its own."""
+    number = 0
+    while (folder / f"version_{number}").exists():
+        number += 1
+    return folder / f"version_{number}"
+
+
 @torch.no_grad()
 def fisher_diagnostics(model: StepModule, batch: Any) -> Metrics:
     """The Fisher diagnostics of a model's heads on a batch, as means over its rows.
 
-    The names are those of the monitor, without fim_sampled; with several heads fim/<head>/saturated
-    and the like.
+    The names are those of the monitor, with several heads fim/<head>/saturated and the like.
     """
     if not any(isinstance(module, CategoricalHead) for module in model.modules()):
         return {}
@@ -365,7 +372,7 @@ def fisher_diagnostics(model: StepModule, batch: Any) -> Metrics:
     with HeadProbe(model) as probe, forked_random_state(model.device, 0):
         model.step_loss(batch)
     metrics: Metrics = {}
-    histories = histories_of(probe.heads, draws=0, sums={}, seed="")
+    histories = histories_of(probe.heads, draws=_DRAWS, sums={}, seed="")
     for name, scores in probe.scores.items():
         if name in histories:
             _, row, *_ = histories[name].observe(0, scores)

@@ -8,11 +8,12 @@ catnat compare runs/vae/*/version_* --plot curves.png --tag val/loss
 import math
 import re
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 from catnat.checks import require_choice
-from catnat.cli.options import read_options
+from catnat.cli.request import newest, read_options
 from catnat.sweeps.runs import (
     ABOUT,
     OBSERVING,
@@ -25,14 +26,17 @@ from catnat.sweeps.runs import (
     read_pairs,
     text_of,
 )
-from catnat.sweeps.significance import interval, mean_and_spread
+from catnat.sweeps.significance import against_best, bold, interval, mean_and_spread
 
 _HIGHER = r".*(elbo|return|accuracy)$"  # metrics of which higher values are better
 _DIRECTED = rf"{_HIGHER}|.*(loss|nll|mae|mse|gap|energy_score)(_2x)?$"
 _IGNORED = {*ABOUT, *OBSERVING, "folder", "seed", "default_root_dir", "download", "verbose"}
 _LEGEND = """\
 Mean ± standard deviation over n runs; beside it the difference from the best mean with its 95 %
-interval (Welch's t-test), which has 0 in it where the difference is not significant."""
+interval (Welch's t-test). *: the best, and those that do not differ significantly from it (p ≥ 0.05
+after Holm's method over the table), which `catnat tables` prints bold."""
+# Options that say what is learned: values of a metric are comparable within one of each.
+_TASK = ("env", "env_kwargs", "data", "variant", "backend", "theta", "communities", "data_source")
 Key = tuple[str, ...]  # values of the options that differ
 Groups = dict[Key, list[Row]]
 
@@ -48,7 +52,8 @@ def main(words: list[str]) -> int:
     args = parser.parse_args(words)
     if args.tag and not args.plot:
         raise ValueError(f"--tag {args.tag} needs --plot FILE")
-    rows = [row for path in args.runs for row in rows_of(path)]
+    paths = {path.resolve(): path for path in args.runs}  # a run that is named twice is one run
+    rows = [row for path in paths.values() for row in rows_of(path)]
     for name, values in read_pairs(args.only, "--only").items():
         rows = [row for row in rows if row.get(name) in values.split(",")]
     if not rows:
@@ -66,7 +71,18 @@ def main(words: list[str]) -> int:
         raise ValueError("the runs have no metrics to compare")
     for metric in metrics:
         require_choice(possible, metric=metric)
-    entries = [column(metric, groups) for metric in metrics]
+    tasks = [name for name in names if name.partition(".")[0] in _TASK]
+    by_task: dict[Key, Groups] = defaultdict(dict)
+    for key, group in groups.items():
+        task = tuple(value for name, value in zip(names, key, strict=True) if name in tasks)
+        by_task[task][key] = group
+    marked = marks(metrics, list(by_task.values()))
+    entries = []
+    for metric in metrics:
+        texts: dict[Key, str] = {}
+        for task_groups in by_task.values():
+            texts |= column(metric, task_groups, marked)
+        entries.append(texts)
     lines = [[*names, "n", *metrics]]
     for key in dict.fromkeys([*entries[0], *groups]):
         lines.append([*key, str(len(groups[key])), *(texts.get(key, "-") for texts in entries)])
@@ -74,6 +90,8 @@ def main(words: list[str]) -> int:
     for line in lines:
         print("  ".join(map(str.ljust, line, widths)).rstrip())
     print(_LEGEND)
+    if tasks:
+        print(f"The runs differ in {', '.join(tasks)}: each is compared with runs that do not.")
     if args.plot:
         plot(names, groups, args.tag or "val/loss", args.plot)
     return 0
@@ -86,7 +104,15 @@ def rows_of(path: Path) -> list[Row]:
         return list(by_key(final).values())
     files = [path / name for name in ("config.yaml", "metrics.json", ".lock", "checkpoints")]
     if not any(file.exists() for file in files):
-        raise ValueError(f"{path} is neither a file of rows nor the folder of a run")
+        folders = sorted({file.parent for file in path.glob("**/config.yaml")})
+        is_of_sweep = (path / "log.txt").is_file()  # a run of a sweep, which may have begun anew
+        if not folders and not is_of_sweep:
+            raise ValueError(f"{path} is neither a file of rows nor the folder of a run")
+        if not folders:
+            print(f"{path} has not finished and is left out")
+        if is_of_sweep and (finished := newest(path, "**/metrics.json")):
+            folders = [finished.parent]
+        return [row for folder in folders for row in rows_of(folder)]
     if not all(file.is_file() for file in files[:2]):
         print(f"{path} has not finished and is left out")
         return []
@@ -102,14 +128,33 @@ def rows_of(path: Path) -> list[Row]:
     return [row | read_metrics(path / "metrics.json")]
 
 
-def column(metric: str, groups: Groups) -> dict[Key, str]:
+def samples_of(metric: str, groups: Groups) -> dict[Key, list[float]]:
+    """The values of a metric in each group."""
+    return {key: [row[metric] for row in rows if metric in row] for key, rows in groups.items()}
+
+
+def marks(metrics: list[str], tasks: list[Groups]) -> set[tuple[str, Key]]:
+    """The metrics and groups that are the best of a task, or do not differ significantly."""
+    places = []
+    p_values = []
+    for metric, groups in product(metrics, tasks):
+        samples = samples_of(metric, groups)
+        better = None
+        if re.match(_DIRECTED, metric):
+            better = "higher" if re.match(_HIGHER, metric) else "lower"
+        places += [(metric, key) for key in samples]
+        p_values += against_best(list(samples.values()), better)
+    return {place for place, is_bold in zip(places, bold(p_values), strict=True) if is_bold}
+
+
+def column(metric: str, groups: Groups, marked: set[tuple[str, Key]]) -> dict[Key, str]:
     """Mean ± standard deviation of each group, and its difference from the best; best first."""
-    samples = {key: [row[metric] for row in rows if metric in row] for key, rows in groups.items()}
+    samples = samples_of(metric, groups)
     means = {key: fmean(values) for key, values in samples.items() if values}
     has_best = len(means) > 1 and re.match(_DIRECTED, metric)
     sign = -1 if re.match(_HIGHER, metric) else 1
     order = sorted(means, key=lambda key: (math.isnan(means[key]), sign * means[key]))
-    best = order[0]
+    best = order[0] if order else ()
     texts = {}
     for key in order:
         values = samples[key]
@@ -120,6 +165,8 @@ def column(metric: str, groups: Groups) -> dict[Key, str]:
             texts[key] += f"  {means[key] - means[best]:+.3g}"
             if min(len(values), len(samples[best])) > 1:
                 texts[key] += " ({:+.3g} to {:+.3g})".format(*interval(values, samples[best]))
+            if (metric, key) in marked:
+                texts[key] += " *"
     return texts
 
 

@@ -1,8 +1,8 @@
-"""Engines do the runs of a sweep: processes of this machine, a Ray cluster, SLURM jobs.
+"""Engines execute the runs of a sweep: processes of this machine, a Ray cluster, SLURM jobs.
 
-Every engine does the same with a run, :func:`execute`: its command in a process of its own, from
-the last checkpoint in the run's folder if there is one. Its method ``execute`` waits for the end of
-a run; ``jobs`` threads call it.
+All engines share :func:`execute`, which does one run: its command in a process of its own, from the
+last checkpoint in the run's folder if there is one. The method ``execute`` of an engine waits for
+the end of a run; ``jobs`` threads of the sweep call it.
 """
 
 import os
@@ -19,77 +19,87 @@ from threading import Event
 from typing import Any
 
 import torch
+from filelock import FileLock
 
-from catnat.cli.options import Options, newest
-from catnat.sweeps.runs import Row, Run, claim, read_metrics
+from catnat.cli.names import Options
+from catnat.cli.request import newest
+from catnat.sweeps import watch
+from catnat.sweeps.runs import Row, Run, read_metrics
 
 JOBS_PER_GPU = 2
-MOST_JOBS = 1000  # that wait for a cluster at a time
-_ATTEMPTS = 2  # of a run that fails
+MOST_JOBS = 1000  # submitted to a cluster at a time
+_ATTEMPTS = 2  # to do a run that fails
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run, the folder for its files, and the file of rows that its row will be added to."""
+    """A run, and the folder for its files."""
 
     run: Run
     folder: Path
-    rows_path: Path
 
 
 def execute(job: Job, environment: Mapping[str, str] = {}, stopping: Event | None = None) -> Row:
-    """Do a run to its end; once more if it fails, but not if its options are wrong.
-
-    Returns metrics, or a note that says why there are none, and the device; nothing if the run is
-    left for later, because another sweep does it, or this one ends it.
+    """Do a run to its end; once more if it fails, unless its options are wrong.
 
     Args:
-        job: the run; ``log.txt`` in its folder has what the run prints.
+        job: the run; ``log.txt`` in its folder gets what the run prints.
         environment: variables of the process, besides those of this one and of the run.
         stopping: ends the run when it is set.
+
+    Returns:
+        Metrics, or a note why there are none, and the device. Empty if the run was stopped.
     """
-    lock = claim(job.run, job.rows_path)
-    if lock is None:
-        return {}
     job.folder.mkdir(parents=True, exist_ok=True)
     log_path = job.folder / "log.txt"
+    lock_path = job.folder / ".run.lock"
     stopping = stopping or Event()
-    program = job.run.options.get("program", "-m catnat").split()
-    folders = [os.environ.get("PYTHONPATH"), *job.run.path]
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), **environment}
-    with lock:
-        for _ in range(_ATTEMPTS):
-            command = [sys.executable, *program, *job.run.arguments(job.folder)]
-            if checkpoint := newest(job.folder, "**/last.ckpt"):
-                command.append(f"--ckpt_path={checkpoint}")
-            with log_path.open("wb") as log:
-                process = subprocess.Popen(
-                    command,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **variables},
-                    pass_fds=[lock.fileno()],  # the run may outlive this process
-                    start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
-                )
+    for _ in range(_ATTEMPTS):
+        with FileLock(lock_path):  # the process of a killed sweep may still save its checkpoint
+            command = _command(job)
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", watch.__file__, str(lock_path), *command],
+                stdin=subprocess.PIPE,  # it is closed when this process ends, and the run with it
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **_python_path(job.run), **environment},
+                start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
+            )
+        try:
+            while process.poll() is None:
+                if stopping.wait(0.05):
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:  # Ray interrupts a task that it cancels
+            process.terminate()
+            process.wait()
+            return {}
+        finally:
+            process.stdin.close()  # type: ignore[union-attr]
+        metrics_path = newest(job.folder, "**/metrics.json")
+        if process.returncode == 0 and metrics_path:
             try:
-                while process.poll() is None:
-                    if stopping.wait(0.05):
-                        raise KeyboardInterrupt
-            except KeyboardInterrupt:  # Ray interrupts a task that it cancels
-                process.terminate()
-                process.wait()
-                return {}
-            metrics_path = newest(job.folder, "**/metrics.json")
-            if process.returncode == 0 and metrics_path:
-                try:
-                    return {**read_metrics(metrics_path), "device": device_name()}
-                except ValueError as error:
-                    return {"note": str(error), "device": device_name()}
-            if process.returncode == 2:  # wrong options stay wrong
-                break
+                return {**read_metrics(metrics_path), "device": device_name()}
+            except ValueError as error:
+                return {"note": str(error), "device": device_name()}
+        if process.returncode == 2:  # wrong options stay wrong
+            break
     lines = log_path.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
     note = f"exit code {process.returncode}: {lines[-1][:200]}"
     return {"note": note, "device": device_name()}
+
+
+def _command(job: Job) -> list[str]:
+    program = job.run.options.get("program", "-m catnat").split()
+    command = [sys.executable, *program, *job.run.arguments(job.folder)]
+    if checkpoint := newest(job.folder, "**/last.ckpt"):
+        command.append(f"--ckpt_path={checkpoint}")
+    return command
+
+
+def _python_path(run: Run) -> dict[str, str]:
+    folders = [os.environ.get("PYTHONPATH"), *run.path]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def device_name() -> str:
@@ -132,7 +142,7 @@ class Local:
 
 
 def _outcome_of(wait: Callable[[], Row]) -> Row:
-    """What a cluster gives back; a note where it has lost the run."""
+    """Return the row from a cluster, or a note if the cluster lost the run."""
     try:
         return wait()
     except Exception as error:  # those of Ray and submitit have no common base
@@ -185,7 +195,7 @@ class Slurm:
     The machines share the folder of the runs.
 
     Args:
-        folder: of submitit's own files.
+        folder: folder of submitit's own files.
         jobs: how many jobs are submitted at a time.
         resources: parameters of submitit's executor, such as slurm_partition=gpu, gpus_per_node=1
             or timeout_min=120.
@@ -195,7 +205,7 @@ class Slurm:
         import submitit
 
         class Task(submitit.helpers.Checkpointable):
-            """What is submitted, and submitted again."""
+            """The submitted function; submitit submits it again after a time-out."""
 
             __call__ = staticmethod(execute)
 
@@ -218,3 +228,12 @@ class Slurm:
 
 
 Engine = Local | Ray | Slurm
+
+
+def make_engine(name: str, jobs: int | None, resources: Options, folder: Path) -> Engine:
+    """An engine by its name: local, ray or slurm."""
+    if name == "ray":
+        return Ray(resources)
+    if name == "slurm":
+        return Slurm(folder / "slurm", jobs, resources)
+    return Local(jobs)

@@ -4,6 +4,7 @@ catnat figures plan.yaml --tag val/elbo         # from the event files in the fo
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy import stats
 
+from catnat.sweeps.significance import SIGNIFICANT
 from catnat.sweeps.sweep import Sweep, plan_parser
 from catnat.sweeps.tables import cells_of
 
@@ -31,7 +34,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--tag", default="val/elbo", help="default val/elbo")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder")
     args = parser.parse_args(words)
-    for sweep in [Sweep(name, args) for name in args.plans]:
+    for sweep in [Sweep.load(name, args) for name in args.plans]:
         plan = sweep.plan
         panels: dict[str, Panel] = {}
         for cell in cells_of(plan, sweep.rows()):
@@ -48,7 +51,22 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def draw(panels: dict[str, Panel], tag: str, *paths: Path) -> None:
+Band = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # (runs, n) to two curves
+
+
+def deviation(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One standard deviation around the mean."""
+    spread = values.std(0, ddof=1)
+    return values.mean(0) - spread, values.mean(0) + spread
+
+
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Student's 95 % interval of the mean."""
+    half = stats.t.ppf(1 - SIGNIFICANT / 2, len(values) - 1) * stats.sem(values)
+    return values.mean(0) - half, values.mean(0) + half
+
+
+def draw(panels: dict[str, Panel], tag: str, *paths: Path, band: Band = deviation) -> None:
     """Draw panels with titles, four in a row, to files, and print the names of the files."""
     colors = dict(COLORS)  # and those of further labels
     columns = min(4, len(panels))
@@ -59,7 +77,8 @@ def draw(panels: dict[str, Panel], tag: str, *paths: Path) -> None:
         for number, (title, panel) in enumerate(panels.items(), 1):
             axes = figure.add_subplot(rows, columns, number, title=title)
             for label, curves in panel.items():
-                draw_curves(axes, curves, label, colors.setdefault(label, f"C{len(colors)}"))
+                color = colors.setdefault(label, f"C{len(colors)}")
+                draw_curves(axes, curves, label, color, band)
             lines |= {str(line.get_label()): line for line in axes.lines}
         if not lines:
             raise ValueError(f"no run has curves of {tag}")
@@ -72,8 +91,10 @@ def draw(panels: dict[str, Panel], tag: str, *paths: Path) -> None:
             print(path)
 
 
-def draw_curves(axes: Axes, curves: list[Curve], label: str, color: str) -> None:
-    """Draw the mean of those curves that have points, and one standard deviation around it."""
+def draw_curves(
+    axes: Axes, curves: list[Curve], label: str, color: str, band: Band = deviation
+) -> None:
+    """Draw the mean of those curves that have points, with a band around it."""
     curves = [curve for curve in curves if curve.size]
     if not curves:
         return
@@ -86,8 +107,7 @@ def draw_curves(axes: Axes, curves: list[Curve], label: str, color: str) -> None
     marker = "o" if first == last else ""
     axes.plot(grid, mean, label=label, marker=marker, color=color, linestyle=dashes)
     if len(curves) > 1:
-        spread = values.std(0, ddof=1)
-        axes.fill_between(grid, mean - spread, mean + spread, color=color, alpha=0.2)
+        axes.fill_between(grid, *band(values), color=color, alpha=0.2)
 
 
 def read_curve(folder: Path, tag: str) -> Curve:

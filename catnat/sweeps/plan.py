@@ -6,6 +6,7 @@ Files and folders in a plan are relative to the plan's own folder.
 """
 
 import itertools
+import json
 import math
 import re
 import statistics
@@ -19,8 +20,10 @@ from jsonargparse import ArgumentError, ArgumentParser, get_loader
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from catnat.checks import require_choice
-from catnat.cli.options import Options
-from catnat.sweeps.runs import Rows, Run
+from catnat.cli.names import Options
+from catnat.sweeps.defaults import Defaults
+from catnat.sweeps.runs import Family, Rows, Run, text_of
+from catnat.sweeps.search import Parameter, Sampler, Space, text_of_trial
 
 Value = str | Any  # Any alone would read quoted text as YAML once more
 Better = Literal["lower", "higher"]
@@ -33,7 +36,7 @@ class Metric:
 
     Attributes:
         label: its name in the table.
-        better: which values are better; None for a column without a best.
+        better: "lower" or "higher"; None for a column without a best.
         digits: after the decimal point.
     """
 
@@ -44,22 +47,35 @@ class Metric:
 
 @dataclass
 class Search:
-    """How the settings of a cell are found: in a grid, or fixed.
+    """How the settings of a cell are found: in a grid, by a sampler of Optuna, or fixed.
 
     Attributes:
-        grid: as the plan's, with values for all heads or by head; all combinations are tried.
+        grid: values of options for all heads, or by head; all combinations are tried.
         factors: with a grid of one option, the best value is then multiplied by each of them.
-        fixed: settings for all heads, or by head, in place of the grid; nothing is searched then.
-        metric: of the last validation; the mean over the seeds of the search decides.
-        better: which values are better.
-        seeds: of the search.
-        options: of the search that differ from those of the plan, such as fewer steps.
-        top: the number of settings that get final runs; the table has the one whose final runs are
+        sampler: "tpe", "random" or "grid": how Optuna draws settings from ``space``.
+        trials: number of settings that are drawn; a grid has all of its settings by default.
+        space: parameters by name, such as ``{low: 1.0e-4, high: 0.1, log: true}`` or
+            ``{choices: [8, 16], when: {head: natural}}``. One whose name begins with _ is not an
+            option; ``derived`` uses it.
+        derived: options that follow from others by a formula, such as
+            ``batch_size: n_steps * num_envs // _minibatches``.
+        parallel: largest number of trials of a cell that run at the same time.
+        fixed: settings for all heads, or by head; nothing is searched then.
+        metric: metric of the last validation; its mean over the seeds of the search decides.
+        better: "lower" or "higher".
+        seeds: seeds of the search.
+        options: options of the search that differ from those of the plan, such as fewer steps.
+        top: number of settings that get final runs; the table has the one whose final runs are
             best.
     """
 
     grid: dict[str, list[Value] | dict[str, list[Value]]] = field(default_factory=dict)
     factors: list[PositiveFloat] = field(default_factory=list)
+    sampler: Sampler = "grid"
+    trials: PositiveInt | None = None
+    space: dict[str, Parameter] = field(default_factory=dict)
+    derived: dict[str, str] = field(default_factory=dict)
+    parallel: PositiveInt = 8
     fixed: dict[str, Value] = field(default_factory=dict)
     metric: str = "val/loss"
     better: Better = "lower"
@@ -68,35 +84,62 @@ class Search:
     top: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        """Leave out a grid that is not searched."""
+        """Leave out what is not searched, and check the number of trials."""
         if self.fixed:
             self.grid = {}
+            self.space = {}
+        if not self.space:
+            if self.sampler != "grid" or self.trials or self.derived:
+                raise ValueError("search: sampler, trials and derived need a space")
+            return
+        if self.grid or self.factors:
+            raise ValueError("search: a space has no grid and no factors beside it")
+        size = Space(self.space, self.derived).size
+        if self.sampler == "grid":
+            if size == math.inf or any(parameter.when for parameter in self.space.values()):
+                raise ValueError("search: a grid needs choices or steps, and no when")
+            self.trials = self.trials or int(size)
+        if self.trials is None:
+            raise ValueError(f"search: sampler {self.sampler} needs a number of trials")
+        if self.trials > size:
+            raise ValueError(f"search: {self.trials} trials, but the space has {size} settings")
+
+    @property
+    def is_search(self) -> bool:
+        """Whether settings are searched."""
+        return bool(self.grid or self.space)
+
+    @property
+    def sampled(self) -> Space:
+        """The space that a sampler draws from."""
+        return Space(self.space, self.derived)
 
 
 @dataclass
 class Plan:
-    """What a table consists of.
+    """Runs and columns of a table.
 
     Attributes:
-        title: of the table.
+        title: title of the table.
         study: the rows are in <results>/<study>/runs.csv.
         results: the folder of all studies; "" is the folder results in the working directory.
-        model: what ``catnat --model`` takes.
+        model: value of ``catnat --model``.
         program: instead of a model, a program that takes the options as ``--name=value`` and writes
             its numbers, by names with a /, to metrics.json in the folder ``--default_root_dir``: a
             script, or "-m module".
         path: a folder of modules that ``model`` and the option ``import`` name. The plan's folder
             and the working directory are searched in any case.
-        options: of all runs.
+        options: options of all runs.
         grid: values of options; a cell is one combination of them. A key of several options has
             lists as values.
-        search: of settings for each cell; without one a run has none but the cell's.
-        seeds: of the final runs.
+        search: search of settings for each cell; optional.
+        seeds: seeds of the final runs.
         metrics: columns of the table.
         names: short names of options.
 
-    A plan that was read from a file also has its name, the scale, the folders of its modules, and
-    the cells and the seeds of final runs that are left by :meth:`restrict`.
+    A plan that was read from a file also has its name, the scale, the folders of its modules, the
+    defaults of its runs if its rows are known, and the cells and the seeds of final runs that are
+    left by :meth:`restrict`.
     """
 
     title: str
@@ -117,6 +160,7 @@ class Plan:
         self.name = ""
         self.scale = ""
         self.folders: list[str] = []
+        self.defaults: Defaults | None = None
         self.cells = combinations(self.grid)
         self.final_seeds = self.seeds
         if bool(self.model) == bool(self.program):
@@ -141,7 +185,7 @@ class Plan:
             for value in values:
                 if values.count(value) > 1:
                     raise ValueError(f"{name}: {value} appears twice")
-        runs = self.runs({})  # this checks the names of options, and values by head
+        runs = self.examples()  # this checks the names of options, and values by head
         if self.search.factors and self.search.grid:
             values = [run.options[name] for run in runs for name in self.searched]
             if len(self.searched) > 1 or any(type(x) not in (int, float) for x in values):
@@ -172,7 +216,16 @@ class Plan:
     @property
     def searched(self) -> list[str]:
         """The options that the search decides on."""
-        return " ".join([*self.search.fixed, *self.search.grid]).split()
+        sampled = self.search.sampled.options if self.search.space else []
+        return " ".join([*self.search.fixed, *self.search.grid, *sampled]).split()
+
+    def describe(self, run: Run) -> str:
+        """The stage of a run, and the options that vary in the plan, by their short names."""
+        varied = [x for x in self.cells[0] if len({str(cell[x]) for cell in self.cells}) > 1]
+        names = dict.fromkeys([*varied, *self.searched, "seed"])
+        values = {name: run.options.get(name) for name in names}
+        texts = [f"{self.short(name)}={x}" for name, x in values.items() if x is not None]
+        return f"{run.stage} {' '.join(texts)}"
 
     def short(self, option: str) -> str:
         """The name of an option in tables."""
@@ -182,18 +235,24 @@ class Plan:
         """The option with a short name."""
         return next((option for option, short in self.names.items() if short == name), name)
 
-    def run(self, cell: Options, settings: Options, seed: int, stage: str) -> Run:
-        """A run of a cell with settings."""
+    def run(
+        self, cell: Options, settings: Options, seed: int, stage: str, trial: Options | None = None
+    ) -> Run:
+        """A run of a cell with settings, which may be those of a trial."""
         program = {"program": self.program} if self.program else {"model": self.model}
         options = {**program, **self.options, **cell, **settings}
         if stage == "search":
             options |= self.search.options
-        return Run({**options, "seed": seed}, self.name, stage, self.folders)
+        text = text_of_trial(trial) if trial else ""
+        family = self.defaults.family(options) if self.defaults else Family()
+        return Run({**options, "seed": seed}, self.name, stage, self.folders, text, family)
 
     # -- the stages of a cell ------------------------------------------------------------------
 
     def tried(self, cell: Options, rows: Rows) -> list[Options]:
         """All settings of a cell's search so far; a refined grid follows the first."""
+        if self.search.space:
+            return [settings for _, settings in self.trials(cell, rows)]
         if not self.search.grid:
             return []
         tried = combinations(self._of_head(cell, self.search.grid))
@@ -204,14 +263,59 @@ class Plan:
 
     def selected(self, cell: Options, rows: Rows) -> list[Options]:
         """The settings of a cell's final runs; none while its search is not done."""
-        if not self.search.grid:
+        if not self.search.is_search:
             return [self._of_head(cell, self.search.fixed)]
+        if len(self.tried(cell, rows)) < (self.search.trials or 0):
+            return []
         return self._ranked(cell, self.tried(cell, rows), rows, "search")[: self.search.top]
 
     def table_settings(self, cell: Options, rows: Rows) -> Options | None:
         """The settings in the table: of several selected ones, those whose final runs are best."""
         selected = self.selected(cell, rows)
         return next(iter(self._ranked(cell, selected, rows, "final") or selected), None)
+
+    def trials(self, cell: Options, rows: Rows) -> list[tuple[Options, Options]]:
+        """The parameters and the settings of a cell's trials that have rows."""
+        options = self.options | cell
+        found: dict[str, tuple[Options, Options]] = {}
+        for key, row in rows.items():
+            text = row.get("trial", "")
+            of_cell = all(
+                value is None or row.get(name) == text_of(value) for name, value in cell.items()
+            )
+            if not text or text in found or not of_cell:
+                continue
+            drawn = json.loads(text)
+            if not drawn.keys() <= self.search.space.keys():
+                continue
+            settings = self.search.sampled.settings(drawn, options)
+            keys = [self.run(cell, settings, seed, "search").key for seed in self.search.seeds]
+            if key in keys:
+                found[text] = drawn, settings
+        return list(found.values())
+
+    def trial_runs(self, cell: Options, drawn: Options) -> list[Run]:
+        """The runs of a trial."""
+        settings = self.search.sampled.settings(drawn, self.options | cell)
+        return [self.run(cell, settings, x, "search", drawn) for x in self.search.seeds]
+
+    def finished_trials(self, cell: Options, rows: Rows) -> list[tuple[Options, float]]:
+        """The parameters of a cell's trials that are done, and their metric; NaN if one failed."""
+        finished = []
+        for drawn, settings in self.trials(cell, rows):
+            mean = self._mean(cell, settings, rows, "search")
+            if mean is not None:
+                finished.append((drawn, mean))
+        return finished
+
+    def examples(self) -> list[Run]:
+        """The runs that can start first, and those at both ends of a space."""
+        runs = self.runs({})
+        for cell in self.cells if self.search.space else []:
+            for end in ("low", "high"):
+                drawn = self.search.sampled.example(self.options | cell, end)
+                runs += self.trial_runs(cell, drawn)
+        return runs
 
     def runs(self, rows: Rows) -> list[Run]:
         """All runs so far: searches first, then final runs, low seeds before high ones."""
@@ -243,17 +347,22 @@ class Plan:
         In the final stage settings with missing runs are left out instead.
         """
         sign = -1 if self.search.better == "higher" else 1
-        seeds = self.search.seeds if stage == "search" else self.seeds
         means = []
         for number, settings in enumerate(tried):
-            keys = [self.run(cell, settings, seed, stage).key for seed in seeds]
-            if rows.keys() >= {*keys}:
-                mean = statistics.fmean(rows[key].get(self.search.metric, math.nan) for key in keys)
-                if not math.isnan(mean):  # by which nothing can be sorted
-                    means.append((sign * mean, number))
-            elif stage == "search":
+            mean = self._mean(cell, settings, rows, stage)
+            if mean is None and stage == "search":
                 return []
+            if mean is not None and not math.isnan(mean):  # NaN has no place in an order
+                means.append((sign * mean, number))
         return [tried[number] for _, number in sorted(means)]
+
+    def _mean(self, cell: Options, settings: Options, rows: Rows, stage: str) -> float | None:
+        """The mean of the search's metric over seeds; None while runs are missing."""
+        seeds = self.search.seeds if stage == "search" else self.seeds
+        keys = [self.run(cell, settings, seed, stage).key for seed in seeds]
+        if not rows.keys() >= {*keys}:
+            return None
+        return statistics.fmean(rows[key].get(self.search.metric, math.nan) for key in keys)
 
 
 def combinations(grid: Mapping[str, list[Any]]) -> list[Options]:

@@ -42,7 +42,7 @@ def against_best(samples: Sequence[Sample], better: str | None) -> list[float]:
 
 
 def bold(p_values: Sequence[float]) -> list[bool]:
-    """Which samples are the best, or not significantly different after Holm's method."""
+    """Mark the samples that are the best, or not significantly different after Holm's method."""
     tests = sorted((p, i) for i, p in enumerate(p_values) if math.isfinite(p))
     is_bold = [p == BEST for p in p_values]
     adjusted = 0.0
@@ -55,3 +55,11 @@ def bold(p_values: Sequence[float]) -> list[bool]:
 def interval(a: Sample, b: Sample) -> tuple[float, float]:
     """Welch's 95 % interval of the difference of means, a minus b."""
     return stats.ttest_ind(a, b, equal_var=False).confidence_interval(1 - SIGNIFICANT)
+
+
+def mean_interval(sample: Sample) -> tuple[float, float]:
+    """Student's 95 % interval of a mean; NaN for one value."""
+    if len(sample) < 2:
+        return math.nan, math.nan
+    half = stats.t.ppf(1 - SIGNIFICANT / 2, len(sample) - 1) * stats.sem(sample)
+    return fmean(sample) - half, fmean(sample) + half

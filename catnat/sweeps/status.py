@@ -12,7 +12,7 @@ def main(words: list[str]) -> int:
     """Print a line for each plan, and one for each run that failed."""
     args = plan_parser("status", __doc__).parse_args(words)
     for name in args.plans:
-        sweep = Sweep(name, args)
+        sweep = Sweep.load(name, args, resolves=True)
         rows = sweep.rows()
         print(sweep.progress()[0])
         for run in sweep.plan.runs(rows):

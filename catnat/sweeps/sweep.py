@@ -15,24 +15,31 @@ Afterwards: ``catnat tables plan.yaml``.
 """
 
 import argparse
+import json
+import math
 import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
+from threading import Event
 
 import yaml
 from jsonargparse.typing import PositiveInt
 
 from catnat.checks import require_choice
-from catnat.cli.options import RL_MODELS
+from catnat.cli.names import RL_MODELS, Options
 from catnat.sweeps import plan as plans
 from catnat.sweeps import runs
-from catnat.sweeps.engines import Engine, Job, Local, Ray, Slurm, device_name
+from catnat.sweeps.defaults import Defaults, resolve
+from catnat.sweeps.engines import Engine, Job, device_name, make_engine
 from catnat.sweeps.runs import Row, Rows, Run, read_pairs
+from catnat.sweeps.search import SharedStudy
 
 SMOKE = "smoke"  # a scale whose rows are not results
 
@@ -47,16 +54,22 @@ def main(words: list[str]) -> int:
         raise ValueError(f"--resources is not an option of --engine {args.engine}")
     resources = read_pairs(args.resources, "--resources")
     args.resources = {name: yaml.safe_load(text) for name, text in resources.items()}
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.default_int_handler)
+    listen_to_signals()
     try:
-        sweeps = [Sweep(name, args, words[split + 1 :]) for name in args.plans]
+        sweeps = [Sweep.load(name, args, words[split + 1 :], resolves=True) for name in args.plans]
         for sweep in sweeps:
             sweep.check()
-        return min(1, sum(sweep.run(args) for sweep in sweeps))
+        options = (args.engine, args.jobs, args.resources, args.retry_failed)
+        return min(1, sum(sweep.run(*options) for sweep in sweeps))
     except KeyboardInterrupt:
         print("catnat sweep: interrupted; the same command continues", file=sys.stderr)
         return 130
+
+
+def listen_to_signals() -> None:
+    """Let signals that end a process interrupt it, so that its runs save a checkpoint."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.default_int_handler)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -98,26 +111,58 @@ def plan_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 class Sweep:
-    """A plan, its rows, and the part of it that was asked for.
+    """A plan, its rows, and the runs of it that this process does.
 
     Args:
-        name: of the plan's file.
-        args: what :func:`plan_parser` reads.
-        extra: options for every run, as words such as --root=DATA.
+        plan: the plan.
+        rows_path: file of the rows.
+        folder: folder of the runs.
+        resolves: whether rows are compared with the defaults of classes now; otherwise with the
+            defaults of the latest rows, which are known at once.
     """
 
-    def __init__(self, name: str, args: argparse.Namespace, extra: Sequence[str] = ()) -> None:
-        self.plan = plans.load(name, args.scale)
-        results = args.results or Path(self.plan.results or "results")
-        if self.plan.scale == SMOKE and not args.results:
-            results = args.runs / "results"
-        self.rows_path = (results / self.plan.study / "runs.csv").resolve()
-        self.folder = (args.runs / self.plan.study).resolve()
-        self.plan.restrict(read_pairs(args.only, "--only"))
+    def __init__(
+        self, plan: plans.Plan, rows_path: Path, folder: Path, resolves: bool = False
+    ) -> None:
+        self.plan = plan
+        self.rows_path = rows_path.resolve()
+        self.folder = folder.resolve()
+        self.slots = 0  # runs that the engine does at a time; 0: no engine has begun
         self.failed_before: set[str] = set()  # keys of failed runs that are to be done once more
         self._started: set[str] = set()  # keys of runs
-        sys.path += [folder for folder in self.plan.folders if folder not in sys.path]
-        added = read_pairs([word.removeprefix("--") for word in extra], "--")
+        self._stopping = Event()
+        self._studies: dict[str, SharedStudy] = {}  # by cell
+        self._indexed: tuple[tuple[Row, ...] | None, Rows] = (None, {})  # rows, and by key
+        plan.defaults = Defaults(self.rows_path.with_name("defaults.yaml"), resolves)
+        sys.path += [name for name in self.plan.folders if name not in sys.path]
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        args: argparse.Namespace,
+        extra: Sequence[str] = (),
+        resolves: bool = False,
+    ) -> "Sweep":
+        """The sweep of a plan's file, or of the part of it that was asked for.
+
+        Args:
+            name: name of the file.
+            args: result of :func:`plan_parser`.
+            extra: options for every run, as words such as --root=DATA.
+            resolves: see :class:`Sweep`.
+        """
+        plan = plans.load(name, args.scale)
+        results = args.results or Path(plan.results or "results")
+        if plan.scale == SMOKE and not args.results:
+            results = args.runs / "results"
+        plan.restrict(read_pairs(args.only, "--only"))
+        sweep = cls(plan, results / plan.study / "runs.csv", args.runs / plan.study, resolves)
+        sweep._add_options(extra)
+        return sweep
+
+    def _add_options(self, words: Sequence[str]) -> None:
+        added = read_pairs([word.removeprefix("--") for word in words], "--")
         fixed = {*self.plan.cells[0], *self.plan.searched, *plans.SET_BY_SWEEP}
         for name in added:
             # Without its group; data.seed is not the seed of a run.
@@ -129,14 +174,63 @@ class Sweep:
 
     def rows(self) -> Rows:
         """The rows of runs that are done."""
-        rows = runs.by_key(runs.read(self.rows_path), self.plan.name)
+        read = runs.read_once(self.rows_path)
+        if read is not self._indexed[0]:
+            for cell in self.plan.cells:  # so that the defaults of all runs are known
+                self.plan.run(cell, {}, 0, "final")
+            key = self.plan.defaults.key if self.plan.defaults else None
+            self._indexed = read, runs.by_key(read, self.plan.name, key)
+        rows = self._indexed[1]
         return {key: row for key, row in rows.items() if key not in self.failed_before}
 
     def pending(self) -> list[Run]:
         """The runs that can start now: without a row, and not started before."""
         rows = self.rows()
         begun = rows.keys() | self._started
-        return [run for run in self.plan.runs(rows) if run.key not in begun]
+        all_runs = self._trials(rows) + self.plan.runs(rows)
+        return [run for run in all_runs if run.key not in begun]
+
+    def _trials(self, rows: Rows) -> list[Run]:
+        """The runs of the trials that this process does now; it asks for as many as it can do."""
+        search = self.plan.search
+        if not search.space or not self.slots:
+            return []
+        searching = [cell for cell in self.plan.cells if not self._study(cell).is_done]
+        wanted = min(search.parallel, math.ceil(self.slots / max(1, len(searching))))
+        trial_runs: list[Run] = []
+        for cell in searching:
+            study = self._study(cell)
+            opened = study.open_trials(
+                self.plan.finished_trials(cell, rows), wanted, partial(self._is_abandoned, cell)
+            )
+            for drawn in opened:
+                trial_runs += self.plan.trial_runs(cell, drawn)
+        return trial_runs
+
+    def _study(self, cell: Options) -> SharedStudy:
+        """The study of a cell."""
+        name = json.dumps(cell, sort_keys=True)
+        if name not in self._studies:
+            search = self.plan.search
+            file = "-".join(filter(None, [self.plan.name, self.plan.scale]))
+            self._studies[name] = SharedStudy(
+                self.rows_path.parent / ".optuna" / f"{file}.journal",
+                name,
+                self.plan.options | cell,
+                search.sampled,
+                search.sampler,
+                search.trials or 0,
+                search.better,
+            )
+        return self._studies[name]
+
+    def _is_abandoned(self, cell: Options, drawn: Options) -> bool:
+        """Whether no sweep does the runs of a trial, which one has begun."""
+        for run in self.plan.trial_runs(cell, drawn):
+            with self._claim(run) as is_free:
+                if is_free:
+                    return True
+        return False
 
     def progress(self) -> tuple[str, int]:
         """Such as "plan: 3 of 5 final runs finished, 1 failed", and how many are not finished."""
@@ -150,66 +244,94 @@ class Sweep:
             parts.append(f"{sum(finished)} of {len(done)} {stage} runs finished{failed}")
             not_done += len(done) - sum(finished)
         cells = self.plan.cells
+        if self.plan.search.space:
+            trials = sum(len(self.plan.finished_trials(cell, rows)) for cell in cells)
+            parts.append(f"{trials} of {(self.plan.search.trials or 0) * len(cells)} trials done")
         if searching := sum(not self.plan.selected(cell, rows) for cell in cells):
             parts.append(f"the searches of {searching} of {len(cells)} cells have no result")
         return f"{self.plan.label}: {'; '.join(parts)}", not_done + searching
 
     def check(self) -> None:
-        """Raise a ValueError for options and heads that ``catnat`` does not know."""
-        from catnat.cli.main import command_line
+        """Raise a ValueError for options and heads that ``catnat`` does not know.
 
+        Of runs that differ in numbers alone, one is checked.
+        """
         if self.plan.program:
             return
-        distinct = {
-            runs.key_of({**run.options, "seed": 0, "learning_rate": 0}): run
-            for run in self.pending()
-        }
-        for run in distinct.values():
-            command_line(run.arguments(self.folder), until="options")
+        rows = self.rows()
+        checked: set[tuple[str, ...]] = set()
+        for run in [*self.plan.examples(), *self.plan.runs(rows)]:
+            if run.key in rows:
+                continue
+            kinds = _kinds(run.options)
+            if not kinds <= checked:
+                checked |= kinds
+                resolve(run.arguments(self.folder))
+
+    @contextmanager
+    def _claim(self, run: Run) -> Iterator[bool]:
+        """Lock a run; yields False if another sweep does it, or has done it."""
+        with runs.claimed(run, self.rows_path) as is_locked:
+            row = self.rows().get(run.key)
+            yield is_locked and not (row and runs.is_finished(row))
 
     # -- doing them ----------------------------------------------------------------------------
 
-    def run(self, args: argparse.Namespace) -> int:
+    def run(
+        self,
+        engine: str = "local",
+        jobs: int | None = None,
+        resources: Options | None = None,
+        retry_failed: bool = False,
+    ) -> int:
         """Do what has no row; the number of runs or searches that have failed, or are left."""
-        if args.retry_failed:
+        if retry_failed:
             rows = self.rows()
             self.failed_before = {key for key, row in rows.items() if not runs.is_finished(row)}
+        with runs.lock(self.rows_path, "defaults"):
+            self.rows()
+            if self.plan.defaults:
+                self.plan.defaults.save()
         runs.commit()  # of the rows: what is checked out now
+        self.slots = jobs or (128 if engine == "batched" else 1)
         pending = self.pending()
         print(f"{self.plan.label}: {len(pending)} runs can start", flush=True)
-        if args.engine == "batched":
-            self._train_batched(args.jobs or 128)
+        if engine == "batched":
+            self._train_batched(self.slots)
         elif pending:
-            engine: Engine
-            if args.engine == "ray":
-                engine = Ray(args.resources)
-            elif args.engine == "slurm":
-                engine = Slurm(self.folder / "slurm", args.jobs, args.resources)
-            else:
-                engine = Local(args.jobs)
-            self._submit(engine, args.engine)
+            chosen = make_engine(engine, jobs, resources or {}, self.folder)
+            self.slots = chosen.jobs
+            self._submit(chosen, engine)
         text, not_done = self.progress()
         print(text)
         return not_done
 
     def _submit(self, engine: Engine, name: str) -> None:
         """Give runs to an engine until none is left; a run that ends may let others start."""
-        running = {}
+        running: set[Future[None]] = set()
         with ThreadPoolExecutor(engine.jobs) as pool:
             try:
                 while True:
                     for run in self.pending():
                         self._started.add(run.key)
-                        job = Job(run, self.folder / run.name, self.rows_path)
-                        running[pool.submit(engine.execute, job)] = run
+                        running.add(pool.submit(self._execute, run, engine, name))
                     if not running:
                         return
-                    done = wait(running, return_when=FIRST_COMPLETED).done
-                    ended = [future for future in running if future in done]  # in order
-                    self.record(((running.pop(x), x.result()) for x in ended), name)
+                    ended, running = wait(running, return_when=FIRST_COMPLETED)
+                    for future in ended:
+                        future.result()
             finally:
+                self._stopping.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 engine.stop()
+
+    def _execute(self, run: Run, engine: Engine, name: str) -> None:
+        """Let an engine do a run; its row is written before another sweep can claim it."""
+        with self._claim(run) as is_free:
+            outcome = engine.execute(Job(run, self.folder / run.name)) if is_free else {}
+            if is_free and self._stopping.is_set() and not runs.metrics_of(outcome):
+                return
+            self.record([(run, outcome)], name)
 
     def _train_batched(self, most: int) -> None:
         """Train what can start as groups of models, again and again until nothing can."""
@@ -218,26 +340,30 @@ class Sweep:
         program = self.plan.program or self.plan.model
         if program in (self.plan.program, *RL_MODELS):
             raise ValueError(f"--engine batched needs a LightningModule, not {program}")
+        device = device_name()
         while pending := {self.folder / run.name: run for run in self.pending()}:
             self._started |= {run.key for run in pending.values()}
             members = [batched.build(run.arguments(path), path) for path, run in pending.items()]
+            run_of = {id(x): run for x, run in zip(members, pending.values(), strict=True)}
             for group in batched.groups(members, most):
-                claims = [(x, runs.claim(pending[x.folder], self.rows_path)) for x in group]
-                free = [member for member, lock in claims if lock]
-                if free:
-                    batched.Group(free).train()
-                ended = (
-                    (pending[x.folder], {**x.metrics, "note": x.failure, "device": device_name()})
-                    for x in free
-                )
-                self.record(ended, "batched")
+                with ExitStack() as locks:
+                    free = []
+                    for member in group:
+                        claim = self._claim(run_of[id(member)])
+                        if locks.enter_context(claim):
+                            free.append(member)
+                    if free:
+                        batched.Group(free).train()
+                    outcomes = [{**x.metrics, "note": x.failure, "device": device} for x in free]
+                    ended = [run_of[id(member)] for member in free]
+                    self.record(zip(ended, outcomes, strict=True), "batched")
 
     def record(self, outcomes: Iterable[tuple[Run, Row]], engine: str) -> None:
         """Write the rows of runs that have ended, and print a line for each.
 
         Then stop the sweep by a ValueError if one has finished without the metrics of the plan.
         """
-        searched = [self.plan.search.metric] if self.plan.search.grid else []
+        searched = [self.plan.search.metric] if self.plan.search.is_search else []
         names = dict.fromkeys([*searched, *self.plan.metrics])
         finished = []
         for run, outcome in outcomes:
@@ -245,12 +371,23 @@ class Sweep:
             if outcome:
                 row = runs.make_row(run, {**outcome, "engine": engine})
                 runs.add(self.rows_path, row)
-                runs.lock_path(run, self.rows_path).unlink(missing_ok=True)
                 self.failed_before.discard(run.key)
-                text = f"FAILED: {row.get('note', 'no metrics')}"
+                log = self.folder / run.name / "log.txt"
+                text = f"FAILED: {row.get('note', 'no metrics')} ({log})"
                 if runs.is_finished(row):
                     finished.append(row)
                     text = "  ".join(f"{name} {row[name]:.4g}" for name in names if name in row)
-            print(f"{time.strftime('%H:%M:%S')} {run.name}  {text}", flush=True)
+            print(f"{time.strftime('%H:%M:%S')} {self.plan.describe(run)}: {text}", flush=True)
         for row, name in product(finished, names):
             require_choice(runs.metrics_of(row), **{"metric of the plan": name})
+
+
+def _kinds(options: Options) -> set[tuple[str, ...]]:
+    """Return a key of options to check: text by value, other options by type."""
+    names = sorted(name for name, value in options.items() if value is not None)
+    kinds = {(str(options.get("head")), *names)}
+    for name in names:
+        value = options[name]
+        is_number = isinstance(value, int | float)
+        kinds.add((name, type(value).__name__ if is_number else str(value)))
+    return kinds

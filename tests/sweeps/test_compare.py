@@ -54,6 +54,34 @@ def test_runs_of_any_kind_are_compared(folders, tmp_path, capsys):
     assert "metrics.json has no metrics by name" in capsys.readouterr().err
 
 
+def test_the_star_is_the_bold_of_tables(tmp_path, capsys):
+    values = {"a": [1.0, 1.1, 0.9], "b": [1.05, 1.15, 0.95], "c": [5.0, 5.1, 4.9]}
+    path = tmp_path / "runs.csv"
+    for head, losses in values.items():
+        for seed, loss in enumerate(losses):
+            run = runs.Run({"head": head, "seed": seed}, "plan", "final")
+            runs.add(path, runs.make_row(run, {"test/nll": loss}))
+    assert run_command("compare", [str(path)]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()[:4]
+    is_bold = significance.bold(significance.against_best(list(values.values()), "lower"))
+    assert ["*" in line for line in lines] == is_bold == [True, True, False]
+
+
+def test_folders_of_a_sweep_s_runs_are_runs(folders, tmp_path, capsys):
+    for path in map(Path, folders):
+        target = tmp_path / "mine" / f"plan-final-{path.parent.name}-{path.name}"
+        target.mkdir(parents=True)
+        (target / "log.txt").touch()
+        path.rename(target / "version_1")
+    unfinished = tmp_path / "mine" / "plan-final-softmax-9"
+    unfinished.mkdir()
+    (unfinished / "log.txt").touch()
+    assert run_command("compare", [str(path) for path in (tmp_path / "mine").iterdir()]) == 0
+    text = capsys.readouterr().out
+    assert f"{unfinished} has not finished" in text
+    assert ["sigmoid", "3", "100.2"] in [line.split()[:3] for line in text.splitlines()]
+
+
 def test_rows_are_compared_like_runs_but_have_no_curves(tmp_path, capsys):
     path = tmp_path / "runs.csv"
     for head, values in NLL.items():
@@ -81,3 +109,21 @@ def test_mistakes_are_one_line(words, folders, capsys):
     assert run_command("compare", [*folders, *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("catnat: ") and error.count("\n") == 1
+
+
+def test_runs_of_different_environments_are_not_compared(tmp_path, capsys):
+    returns = {("CartPole-v1", "softmax"): 500.0, ("CartPole-v1", "natural"): 400.0}
+    returns |= {("Breakout", "softmax"): 20.0, ("Breakout", "natural"): 30.0}
+    for (env, head), value in returns.items():
+        folder = tmp_path / env / head
+        folder.mkdir(parents=True)
+        model = {"class_path": "a.PPO", "init_args": {"head": head}}
+        config = {"seed_everything": 0, "model": model, "data": {"env": env}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        (folder / "metrics.json").write_text(json.dumps({"test/return": value}))
+    folders = [str(path) for path in sorted(tmp_path.glob("*/*"))]
+    assert run_command("compare", [*folders, folders[0]]) == 0
+    out = capsys.readouterr().out
+    best = [line.split()[:3] for line in out.splitlines() if "* best" in line]
+    assert sorted(best) == [["Breakout", "natural", "1"], ["CartPole-v1", "softmax", "1"]]
+    assert "The runs differ in env" in out

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import yaml
-from cases import slow
 from cases_sweep import ROOT, arguments, run_command, run_sweep, start_sweep, wait_for, write_plan
+from filelock import FileLock
 
 from catnat.sweeps import engines, plan, runs, sweep
 
@@ -156,30 +156,87 @@ def test_an_interrupted_sweep_stops_its_runs_and_the_same_command_resumes_them(t
     assert times[0] == "new" and times[1].endswith("last.ckpt")
 
 
-@pytest.mark.parametrize("killed", [slow(False), True])
-def test_a_run_that_another_sweep_does_is_left_to_it(tmp_path, capsys, killed):
+def test_a_run_that_another_sweep_does_is_left_to_it(tmp_path, capsys):
     gate, path, process = start_gated(tmp_path)
-    if killed:  # the run goes on without its sweep
-        process.kill()
-        process.wait(60)
     for runs_folder in ("runs", "other"):
         words = arguments(path, f"--runs={tmp_path / runs_folder}")
         assert run_command("sweep", words) == 1
     assert "another sweep does it" in capsys.readouterr().out and calls(path) == [["new"]]
     gate.touch()
-    if killed:
-        wait_for(lambda: list((tmp_path / "runs").glob("**/metrics.json")))
-    else:
-        assert process.wait(60) == 0 and len(rows_of(path)) == 1
+    assert process.wait(60) == 0 and len(rows_of(path)) == 1
 
 
-def test_a_run_is_not_repeated_that_another_sweep_has_done_meanwhile(tmp_path):
+def test_runs_end_with_a_sweep_that_is_killed_and_the_same_command_resumes_them(tmp_path):
+    gate, path, process = start_gated(tmp_path)
+    (folder,) = (tmp_path / "runs" / "tiny").iterdir()
+    process.kill()
+    process.wait(60)
+    with FileLock(folder / ".run.lock", timeout=60):  # held as long as the run lives
+        assert not list(folder.glob("metrics.json"))
+    gate.touch()
+    assert run_sweep(path) == 0
+    (times,) = calls(path)
+    assert times[0] == "new" and times[1].endswith("last.ckpt") and len(rows_of(path)) == 1
+
+
+class Never:
+    """An engine that must not do a run."""
+
+    def execute(self, job):
+        raise AssertionError(job)
+
+
+def test_a_run_is_not_repeated_that_another_sweep_has_done_meanwhile(tmp_path, capsys):
     path = write_plan(tmp_path, grid={"x": [1.0]}, seeds=[1])
-    waiting = sweep.Sweep(str(path), sweep.build_parser().parse_args(arguments(path)))
+    waiting = sweep.Sweep.load(str(path), sweep.build_parser().parse_args(arguments(path)))
     (run,) = waiting.pending()
     assert run_sweep(path) == 0
-    job = engines.Job(run, tmp_path / "other", waiting.rows_path)
-    assert engines.execute(job) == {} and not (tmp_path / "other").exists()
+    waiting._execute(run, Never(), "test")
+    assert "another sweep does it" in capsys.readouterr().out and len(rows_of(path)) == 1
+
+
+def test_a_row_is_written_before_the_run_is_free_for_another_sweep(tmp_path):
+    path = write_plan(tmp_path, grid={"x": [1.0]}, seeds=[1])
+    first, second = (
+        sweep.Sweep.load(str(path), sweep.build_parser().parse_args(arguments(path)))
+        for _ in range(2)
+    )
+    (run,) = first.pending()
+    record = first.record
+
+    def record_while_another_tries(outcomes, engine):
+        second._execute(run, Never(), "test")  # still locked: there is no row yet
+        record(outcomes, engine)
+
+    first.record = record_while_another_tries
+    first._execute(run, engines.Local(1), "test")
+    second._execute(run, Never(), "test")
+    assert len(rows_of(path)) == 1
+
+
+DAMAGED = {
+    "a column twice": ("seed,status,seed,a/b\n1,finished,1,2\n", "'seed' appears twice"),
+    "a byte order mark": ("\ufeffseed,status,a/b\n1,finished,2\n", "byte order mark"),
+    "a carriage return": ('seed,status,a/b,x\n1,finished,2,"a\rb"\n', "line 2: a carriage return"),
+    "a bare carriage return": ("seed,status,a/b\r1,finished,2\r", "line 1: a carriage return"),
+    "no metrics": ("seed,status,a/b\n1,finished,\n", "line 2: the run has finished"),
+    "too many values": ("seed,status,a/b\n1,finished,2,3\n", "the number of values"),
+}
+
+
+@pytest.mark.parametrize("name", [*DAMAGED, "binary"])
+@pytest.mark.parametrize("command", ["sweep", "status", "tables"])
+def test_a_damaged_file_of_rows_is_refused_and_stays_as_it_is(name, command, tmp_path, capsys):
+    text, words = DAMAGED.get(name, ("", "is not a file of rows"))
+    content = text.encode() or bytes(range(256))
+    path = write_plan(tmp_path)
+    rows_path = tmp_path / "results" / "tiny" / "runs.csv"
+    rows_path.parent.mkdir(parents=True)
+    rows_path.write_bytes(content)
+    assert run_command(command, arguments(path)) == 2
+    error = capsys.readouterr().err
+    assert words in error and str(rows_path) in error and error.count("\n") == 1
+    assert rows_path.read_bytes() == content
 
 
 def test_only_does_a_part(tmp_path, capsys):
@@ -295,7 +352,7 @@ def test_a_run_that_ends_lets_others_start_before_all_have_ended(tmp_path):
             pass
 
     args = sweep.build_parser().parse_args(arguments(path))
-    sweep.Sweep(str(path), args)._submit(Engine(), "test")
+    sweep.Sweep.load(str(path), args)._submit(Engine(), "test")
     assert sorted(begun[:2]) == [("search", 1.0), ("search", 2.0)]
     assert begun[2:4] == [("final", 1.0), ("final", 1.0)]
     assert len(rows_of(path)) == 6
