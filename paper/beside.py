@@ -53,7 +53,7 @@ def lines_of(plan: Plan, cell: Cell) -> Iterator[list[str]]:
 def main() -> None:
     """Print a Markdown table for each plan."""
     args = plan_parser("beside", __doc__).parse_args()
-    for sweep in [Sweep(name, args) for name in args.plans]:
+    for sweep in [Sweep.load(name, args) for name in args.plans]:
         require_choice(TABLES, plan=sweep.plan.name)
         options = map(sweep.plan.short, sweep.plan.cells[0])
         lines = [[*options, "metric", "n", "ours", "the paper's", "ours minus it"]]

@@ -38,7 +38,7 @@ def main() -> int:
     """Merge the curves of each plan into its file."""
     args = plan_parser("curves", __doc__).parse_args()
     for name in args.plans:
-        sweep = Sweep(name, args)
+        sweep = Sweep.load(name, args)
         path = sweep.rows_path.with_name("curves.csv")
         points = pd.DataFrame(curves(sweep))
         if path.is_file():
@@ -47,7 +47,7 @@ def main() -> int:
         if points.empty:
             continue
         options = [column for column in points if "/" not in column]
-        points = points.drop_duplicates(options, keep="last")
+        points = points.fillna("").drop_duplicates(options, keep="last")
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         points.to_csv(partial, index=False, lineterminator="\n")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ PRINTED = json.loads((PAPER / "paper.json").read_text())  # the paper's own tabl
 DOCS = [*PAPER.parent.glob("docs/*.md"), *PAPER.parent.glob("docs/heads/*.md")]
 PAGES = [PAPER.parent / "README.md", *PAPER.rglob("*.md"), *DOCS]
 NUMBER = re.compile(r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:e-?\d+)?")
-END = re.compile(r"\n\n|\n- |\n\||\n#")  # of a paragraph, an entry of a list, or a row
 Runs = pd.DataFrame
 
 
@@ -30,6 +29,7 @@ Runs = pd.DataFrame
 
 ORIGIN = {"plans", "status", "engine", "device", "commit"}  # of a row; not options of its run
 COLUMN = ["variant", "num_latents", "num_categories"]  # of the paper's tables of likelihoods
+BOUNDS = ["mean", "low", "high"]
 
 
 @cache
@@ -171,12 +171,12 @@ def bootstrap(games: Sequence[ArrayLike], rivals: Sequence[ArrayLike] = ()) -> l
 
 
 class Statement(NamedTuple):
-    """A place of a page: the words of a claim, and the numbers behind them.
+    """A place in a page that states a claim.
 
     Attributes:
         page: its file.
         is_row: whether it is a row of a table.
-        numbers: all of them until the end of the paragraph, of the list's entry, or of the row.
+        numbers: all numbers between the markers of the claim, or after the first cells of the row.
     """
 
     page: Path
@@ -184,16 +184,14 @@ class Statement(NamedTuple):
     numbers: list[re.Match[str]]
 
     def holds(self, computed: Sequence[float]) -> bool:
-        """Whether the computed numbers are there, in their order, with the first one at once.
-
-        A row has no other numbers.
-        """
+        """Whether the computed numbers are there in their order; a row has no other numbers."""
         places = self.places(computed)
-        has_all = len(places) == len(computed) and places[0] == 0
-        return has_all and (not self.is_row or len(places) == len(self.numbers))
+        return len(places) == len(computed) and (
+            not self.is_row or len(places) == len(self.numbers)
+        )
 
     def places(self, computed: Sequence[float]) -> list[int]:
-        """Which of the numbers are the computed ones; others, such as "K = 8", lie between them."""
+        """Which of the numbers are the computed ones; settings such as "K = 8" may lie between."""
         places: list[int] = []
         for place, number in enumerate(self.numbers):
             if len(places) < len(computed) and agrees(number[0], computed[len(places)]):
@@ -201,18 +199,40 @@ class Statement(NamedTuple):
         return places
 
 
-def statements(words: str, count: int) -> Iterator[Statement]:
-    """The places in pages that have these words, or rows that begin so with a count of numbers."""
-    is_row = words.startswith("|")
-    pattern = ("^" if is_row else "") + r"\s+".join(map(re.escape, words.split()))
+def statements(claim: str, count: int) -> Iterator[Statement]:
+    """The places that state a claim.
+
+    ``<!--:NAME-->18 of 18<!--/-->`` marks the numbers of the claim NAME. A claim that begins with
+    "|" is the first cells of rows of tables that have ``count`` more numbers.
+    """
+    is_row = claim.startswith("|")
+    cells = r"\s+".join(map(re.escape, claim.split()))
+    pattern = rf"^{cells}(.*)" if is_row else rf"(?s)<!--:{re.escape(claim)}-->(.*?)<!--/-->"
     for page in PAGES:
         text = page.read_text()
         for match in re.finditer(pattern, text, re.MULTILINE):
-            end = END.search(text, match.end())
-            numbers = NUMBER.finditer(text, match.end(), end.start() if end else len(text))
+            numbers = NUMBER.finditer(text, *match.span(1))
             statement = Statement(page, is_row, list(numbers))
             if not is_row or len(statement.numbers) == count:
                 yield statement
+
+
+def unclaimed(page: Path, stated: Iterable[re.Match[str]]) -> list[str]:
+    """The numbers of a page that are neither claims, nor in code, links or comments.
+
+    A single digit counts where it is a share such as "5 of 5", or has a unit.
+    """
+    text = page.read_text()
+    for number in stated:
+        text = text[: number.start()] + " " * len(number[0]) + text[number.end() :]
+    text = re.sub(r"(?s)```.*?```|<!--.*?-->|\$\$.*?\$\$", " ", text)
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|\$[^$\n]*\$", " ", text)
+    text = re.sub(r"https?://\S+|\bH200\b|\bSB3\b|\bfloat(16|32|64)\b|\bint64\b", " ", text)
+    single = r"\b\d (?:of|to) \d\b|(?<![\d.])\d(?= ?(?:%|times|nats))"
+    return [
+        *(found.replace(" ", "") for found in re.findall(single, text)),
+        *(x for x in NUMBER.findall(text) if not re.fullmatch(r"-?\d", x)),
+    ]
 
 
 def agrees(stated: str, computed: float) -> bool:
@@ -230,3 +250,19 @@ def renew(row: Statement, computed: Sequence[float]) -> None:
         written = re.sub(r"^-(0(\.0*)?)$", r"\1", f"{number:,.{digits}f}")
         text = text[: match.start()] + written + text[match.end() :]
     row.page.write_text(text)
+
+
+# -- claims ---------------------------------------------------------------------------------------
+
+Claims = Iterator[tuple[Any, ...]]  # a name, then numbers and lists of numbers
+
+
+def row(*cells: object) -> str:
+    """The first cells of a row."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def rows(table: Runs) -> Claims:
+    """A claim for each row of a table; its index has the first cells."""
+    for cells, numbers in table.iterrows():
+        yield row(*(cells if isinstance(cells, tuple) else [cells])), numbers.dropna()

@@ -40,5 +40,5 @@ class ManyDrawsVAE(DiscreteVAE):
             return (reconstruction + self.kl(q)).mean()
         if self.estimator == "score-function":
             return super().loss(batch, q)
-        z = q.rsample((self.draws,), estimator=self.estimator, temperature=self.temperature())
+        z = q.rsample((self.draws,), **self.sample_options())
         return (self.reconstruction(batch, z).mean(0) + self.kl(q)).mean()

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.func import jacrev, vmap
 
 from catnat import CategoricalHead, make_head
-from catnat.activations import NaturalActivation, SigmoidActivation
+from catnat.heads.activations import NaturalActivation, SigmoidActivation
 
 
 def rotation(size: int, angle: float) -> Tensor:

@@ -67,7 +67,7 @@ class ProbingVAE(DiscreteVAE):
 
     def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
         """The negative ELBO, a mean over the draws."""
-        z = q.rsample((self.draws,), estimator=self.estimator, temperature=self.temperature())
+        z = q.rsample((self.draws,), **self.sample_options())
         return (self.reconstruction(batch, z).mean(0) + self.kl(q)).mean()
 
     def prepare_step(self, step: int) -> None:

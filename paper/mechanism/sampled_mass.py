@@ -54,14 +54,14 @@ def train(head: str, steps: int, root: str) -> dict[str, np.ndarray]:
         max_steps=steps,
         limit_val_batches=0,
         logger=rows,
-        callbacks=[FisherMonitor()],
+        callbacks=[FisherMonitor(details=True)],
         accelerator="auto",
         devices=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(DiscreteVAE(head), datamodule=MNISTDataModule(root))
+    trainer.fit(DiscreteVAE(head, capture=True), datamodule=MNISTDataModule(root))
     return {tag: np.array(values) for tag, values in rows.values.items()}
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     for (axis, below), head in zip(axes.T, HEADS, strict=True):
         logged = train(head, args.steps, args.root)
         shares = logged["fim_sampled/off_diagonal_share"]
-        exact = logged["fim/off_diagonal_mass"] ** 2
+        exact = logged["fim/exact_off_diagonal_mass"] ** 2
         axis.plot(shares, color=COLORS[head], lw=1, label="two draws a row")
         axis.plot(exact, color="black", lw=1, label="exact")
         axis.set(title=head)

@@ -14,9 +14,9 @@ from cases_callbacks import quiet_trainer
 from torch.utils.data import DataLoader
 
 from catnat import SigmoidHead, make_head
-from catnat.cli.options import HEADS
+from catnat.cli.names import HEADS
 from catnat.datamodules.environments import make_env
-from catnat.head import REGISTRY
+from catnat.heads.base import REGISTRY
 from catnat.lit_modules import DiscreteVAE
 
 PAPER = Path(__file__).parents[2] / "paper"

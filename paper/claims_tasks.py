@@ -1,0 +1,141 @@
+"""Claims about graphs, games, labels, words and output layers."""
+
+from __future__ import annotations
+
+import measures
+import numpy as np
+import pandas as pd
+import studies
+from measures import (
+    BOUNDS,
+    Claims,
+    leads,
+    row,
+    rows,
+    select,
+    welch,
+)
+from scipy import stats
+from studies import HEADS, TREES
+
+
+def graphs() -> Claims:
+    """Energy scores at the rates with the lowest mean validation loss over three seeds."""
+    runs, score, tailed = studies.searched_graphs(), "test/energy_score_2x", "natural, tail 0.005"
+    yield from rows(runs.pivot_table(score, "theta", "head")[[*HEADS, tailed]])
+    gaps = runs.pivot_table("test/gap_2x", "theta", "head")
+    shares = gaps[tailed] / gaps["softmax"]
+    yield "graphs.gap", shares.min(), shares.max(), len(shares)
+    cells = ((score, tailed), (score, "natural"), (score, "sigmoid"), ("test/theta_mae", "natural"))
+    tests = [leads(runs, metric, head, by=["theta"]) for metric, head in cells]
+    below = [(test["high"] < 0).sum() for test in tests]
+    above = [(test["low"] > 0).sum() for test in tests]
+    counts = below[0], len(shares), below[1], above[1], below[2]
+    yield "graphs.verdicts", counts
+    counts = below[3], len(shares), above[3]
+    yield "graphs.theta", counts
+    local = select("graphs/runs.csv", plans=["gsl_local", "gsl_local gsl_seeds"])
+    scores = local.assign(head=local["head"] + ", local").pivot_table(score, "theta", "head")
+    for theta, cells in scores.iterrows():
+        yield row(f"local, {theta}"), cells
+    by_score = runs.pivot_table(score, "theta", "head")[tailed]
+    yield "graphs.local", (scores["softmax, local"] < by_score).sum(), len(by_score)
+    one_rate = select("graphs/runs.csv", plans="gsl", stage="final", psi_learning_rate="")
+    sizes = one_rate.groupby(["theta", "head", "learning_rate"])[score].agg(["mean", "size"])
+    grids = sizes[sizes["size"] == 10]["mean"].unstack("head").groupby("theta").max()
+    for theta, cells in grids[HEADS].iterrows():
+        yield row(f"one rate, {theta}"), cells
+    for estimator, finals in (("score function", runs), ("local expectation", local)):
+        lost = (finals["test/dead_edges"] > 0).groupby(finals["head"] + ", " + estimator)
+        yield from rows(lost.agg(["sum", "size"]))
+    runs = select("graphs/runs.csv", plans="gsl_tail")
+    runs = runs.assign(lost=runs["test/dead_edges"] > 0)
+    cells = runs.groupby(["learning_rate", "head_options.tail"])
+    yield from rows(cells.agg({"lost": ["sum", "size"], "test/gap_2x": ["mean"]}))
+
+
+def games() -> Claims:
+    """Returns of PPO: Atari games after 8 million steps, and MinAtar relative to softmax."""
+    runs = select("games/runs.csv", stage="final", total_steps=8000000)
+    returns = runs.groupby(["env", "head", "learning_rate"])["test/return"].agg(list)
+    for words, game, rate, rate_of_natural in (
+        ("games.breakout", "Breakout", 0.00025, 0.00025),
+        ("games.breakout-rates", "Breakout", 0.002, 0.001),
+        ("games.seaquest", "Seaquest", 0.00025, 0.00025),
+    ):
+        softmax, natural = returns[game, "softmax", rate], returns[game, "natural", rate_of_natural]
+        numbers = np.mean(softmax), np.mean(natural), len(softmax), len(natural)
+        yield words, numbers, welch(softmax, natural)[3]
+    printed = pd.json_normalize(measures.PRINTED["rl_return"])
+    mean, std = (printed.pivot_table(f"test/return.{x}", "env", "head") for x in ("mean", "std"))
+    softmax, natural = ((mean[head], std[head], 10) for head in ("softmax", "natural"))
+    test = stats.ttest_ind_from_stats(*softmax, *natural, equal_var=False)
+    yield "games.paper", test.pvalue
+    runs = measures.read("minatar/runs.csv").assign(loss=lambda runs: -runs["test/return"])
+    runs = measures.best(runs[runs.index <= 3], runs, "loss", ["head", "env"], ["learning_rate"])
+    for words, first_seed in (("seeds from 4 on", 4), ("all seeds", 1)):
+        returns = runs[runs.index >= first_seed].pivot_table("test/return", "env", ["head", "seed"])
+        relative = returns.div(returns["softmax"].mean(axis=1), axis=0)
+        for head in (*HEADS, "sparsemax"):
+            sample, softmax = ([*relative[name].to_numpy()] for name in (head, "softmax"))
+            difference = measures.bootstrap(sample, softmax) if head != "softmax" else []
+            yield row(head, words), len(sample[0]), measures.bootstrap(sample), difference
+    yield "games.minatar", len(sample[0])
+
+
+def labels_and_words() -> Claims:
+    """Labels of digits, and test perplexities of output layers at equal steps and equal time."""
+    runs = select("language_model/runs.csv", plans="classify").rename(columns={"output": "head"})
+    runs = measures.best(runs, runs, "val/nll", ["head"], ["learning_rate"])
+    yield from rows(runs.groupby(["head", "learning_rate"])[["test/nll", "test/accuracy"]].mean())
+    yield "labels.nll", leads(runs, "test/nll", "sigmoid", by=["plans"])[BOUNDS]
+    layers = studies.output_layers()
+    metrics = ["test", "above", "test_frequent", "test_rare", "accuracy"]
+    for (text, steps, rate, head), runs in layers.groupby(["text", "steps", "rate", "head"]):
+        yield row(text, f"{steps} steps, rate {rate}", head), len(runs), runs[metrics].mean()
+    small = layers[layers["text"] == "small"]
+    gains = [leads(small, "above", "softmax", x, ["text"]) for x in ("hybrid-4096", "adaptive-1")]
+    yield "words.small", [gain[BOUNDS] for gain in gains]
+    rare = measures.read("language_model/by_count.csv").query("rare")
+    rare = rare.assign(seen=rare["seen"].clip(lower=1), total=rare["loss"] * rare["tokens"])
+    sums = rare.groupby(["output", "seen"])[["total", "tokens"]].sum().unstack()
+    losses = sums["total"] / sums["tokens"]
+    yield from rows((losses - losses.loc["softmax"]).loc[["adaptive-1", "tree", "hybrid-1024"]])
+
+
+def output_layers() -> Claims:
+    """Quality, time and memory of output layers in README.md and docs/; times of paths."""
+    above = studies.output_layers().pivot_table("above", "text", "head")
+    few, many = above["hybrid-1024"], above["hybrid-4096"]
+    one, two = above["adaptive-1"], above["adaptive-2"]
+    texts, equal_time = ["words", "pairs", "docs"], "docs, equal time"
+    large = many[texts]
+    yield "words.range", large.min(), large.max(), -many["small"]
+    path = "speed/output_layer_frequent_h200.csv"
+    time, memory = "forward + backward ms", "memory GB"
+    layers = select(path, targets="zipf", commit="b533849").set_index("layer")
+    ms, gb = layers[time], layers[memory]
+    exact, half = "linear + cross_entropy", "linear + cross_entropy in bfloat16"
+    hybrids = [f"hybrid, F = {F}" for F in (1024, 4096, 8192)]
+    yield "layer.linear", layers.loc[[half, exact], [time, memory]]
+    numbers = one["words"], two["words"], one["pairs"], two["docs"], one["small"], two[equal_time]
+    times = layers.loc["adaptive softmax", [time, memory]]
+    yield "layer.adaptive", numbers, times
+    numbers = *many[[*texts, "small"]], *few[[*texts, "small"]], many[equal_time]
+    yield "layer.hybrid", numbers, ms[hybrids], gb[hybrids[1]]
+    uniform = select(path, targets="uniform", commit="b89688e+", layer="tree sigmoid")[time]
+    times = uniform, layers.loc["tree sigmoid", [time, memory]]
+    yield "layer.tree", above.loc[["words", "small"], "tree"], *times
+    earlier = select(path, targets="zipf", commit="3f28ec5").set_index("layer")[[time, memory]]
+    yield "layer.others", earlier.loc[["cut-cross-entropy", "liger"]]
+    yield "layer.earlier", earlier.loc[exact, time]
+    columns = ["sample ms, batch 1", "MB a sample, batch 1", "sample ms, batch 64"]
+    draws = layers.loc[[exact, "tree sigmoid", *hybrids[:2]], columns]
+    yield "layer.draws", draws.T
+    for text in ("docs", "words"):
+        yield row(f'on "{text}"'), studies.step_times(text)
+    yield "layer.step", studies.step_times("docs")
+    ms = studies.step_times("words")
+    yield "layer.saves", 100 * (1 - ms["adaptive-1"] / ms["softmax"])
+    for head in TREES:
+        yield row(head), select("speed/paths_cpu.csv", K=2**20, head=head)["ratio"]
