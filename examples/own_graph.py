@@ -10,11 +10,13 @@ nodes, features).
 import argparse
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from torch.optim.lr_scheduler import PolynomialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from catnat.lit_modules import GraphStructureLearner
@@ -54,7 +56,7 @@ learner = GraphStructureLearner(
     in_features=3,
     out_features=2,
     estimator="local_expectation",
-    lr_schedule="linear",
+    lr_scheduler=partial(PolynomialLR, total_iters=args.steps),
     psi_warmup_steps=min(100, args.steps // 2),
 )
 trainer = Trainer(

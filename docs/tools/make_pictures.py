@@ -45,52 +45,59 @@ COLORS = {  # those of catnat/sweeps/figures.py
 
 
 def overview() -> Any:
-    """The README's picture: learning curves of a VAE beside the Fisher matrices of its heads."""
+    """The README's picture: learning curves of VAEs beside the Fisher matrices of two heads."""
     figure, panels = plt.subplots(
-        1, 3, figsize=(9.2, 2.9), gridspec_kw={"width_ratios": [1.7, 1, 1]}
+        1, 3, figsize=(9.2, 3.1), gridspec_kw={"width_ratios": [2.0, 1, 1]}
     )
     curves = panels[0]
     means = {}
-    for name in ("softmax", "sigmoid"):
-        losses = _validation_losses(name)  # (steps, seeds)
+    for head, estimator, temperature, style in (
+        ("softmax", "gumbel", "1.0", "--"),
+        ("softmax", "gumbel-rao", "0.5", "-"),
+        ("sigmoid", "gumbel", "1.0", "--"),
+        ("sigmoid", "gumbel-rao", "0.5", "-"),
+    ):
+        losses = _validation_losses(head, estimator, temperature)  # by step, of all seeds
         steps = torch.tensor(sorted(losses)) / 1000
-        values = torch.tensor([losses[step] for step in sorted(losses)])
-        means[name] = (steps, values.mean(1))
-        curves.plot(*means[name], color=COLORS[name], label=name)
+        values = torch.tensor([losses[step] for step in sorted(losses)])  # (steps, seeds)
+        means[head, estimator] = (steps, values.mean(1))
+        name = {"gumbel": "Gumbel", "gumbel-rao": "Gumbel-Rao"}[estimator]
+        line = {"color": COLORS[head], "linestyle": style, "label": f"{head}, {name}"}
+        curves.plot(steps, values.mean(1), **line)
         bounds = values.amin(1), values.amax(1)
-        curves.fill_between(steps, *bounds, color=COLORS[name], alpha=0.2, lw=0)
-    # The steps of both heads to the loss that softmax has after 60,000.
-    softmax_steps, softmax_losses = means["softmax"]
-    loss = float(softmax_losses[softmax_steps == 60])
-    steps, losses_by_step = means["sigmoid"]
+        curves.fill_between(steps, *bounds, color=COLORS[head], alpha=0.15, lw=0)
+    loss = float(means["softmax", "gumbel"][1][-1])
+    steps, losses_by_step = means["sigmoid", "gumbel-rao"]
     after = int((losses_by_step <= loss).nonzero()[0])
     share = (losses_by_step[after - 1] - loss) / (losses_by_step[after - 1] - losses_by_step[after])
     fewer = float(steps[after - 1] + share * (steps[after] - steps[after - 1]))
     arrow = {"arrowstyle": "<->", "color": "#444444", "lw": 1, "shrinkA": 0, "shrinkB": 0}
     curves.annotate("", (fewer, loss), (60, loss), arrowprops=arrow)
-    curves.text(66, loss + 0.4, f"{60 / fewer:.1f} times fewer steps")
-    curves.set(title="VAE, 20 latents of 32 categories", xlabel="thousand steps")
-    curves.set(ylabel="validation loss (nats)", ylim=(None, float(means["softmax"][1][0])))
+    curves.text(
+        59, 101.3, f"{60 / fewer:.0f} times fewer steps to the loss of softmax, Gumbel", ha="right"
+    )
+    curves.set(title="VAE, 10 latents of 8 categories", xlabel="thousand steps", xlim=(0, 61))
+    curves.set(ylabel="validation loss (nats)", ylim=(100, None))
     curves.legend(frameon=False, loc="upper right")
     curves.grid(alpha=0.3)
     rng = torch.Generator().manual_seed(3)
     scores = torch.randn(K, generator=rng) + torch.randn(64, K, generator=rng)
     probs = torch.softmax(scores.double(), -1)  # (64, K)
     for axes, name in zip(panels[1:], ("softmax", "sigmoid"), strict=True):
-        head = make_head(name, K)
-        fisher = head.mean_fisher(head.inverse(probs))
+        built_head = make_head(name, K)
+        fisher = built_head.mean_fisher(built_head.inverse(probs))
         shown = axes.imshow(fisher / fisher.abs().max(), cmap="RdBu_r", vmin=-0.6, vmax=0.6)
         axes.set(title=f"{name}: Fisher matrix", xticks=[], yticks=[])
-        axes.set_xlabel(f"{head.num_scores} scores")
+        axes.set_xlabel(f"{built_head.num_scores} scores")
     figure.colorbar(shown, ax=panels[1:], shrink=0.85, extend="max", label="entry / largest")
     return figure
 
 
-def _validation_losses(head: str) -> dict[int, list[float]]:
-    """Losses of three seeds by step: gray MNIST, 20 latents of 32 categories."""
+def _validation_losses(head: str, estimator: str, temperature: str) -> dict[int, list[float]]:
+    """Losses of five seeds by step: gray MNIST, 10 latents of 8 categories."""
     losses: dict[int, list[float]] = {}
-    setting = {"num_latents": "20", "num_categories": "32", "variant": "gray", "head": head}
-    with (ROOT / "paper" / "vae" / "longest_curve.csv").open(newline="") as file:
+    setting = {"head": head, "estimator": estimator, "temperature": temperature}
+    with (ROOT / "paper" / "estimators_main" / "curves.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             if setting.items() <= row.items():
                 losses.setdefault(int(row["step"]), []).append(float(row["val/loss"]))

@@ -38,7 +38,7 @@ def test_docstrings_become_markdown():
         "Maps (*, S) to :class:`~catnat.distributions.HeadCategorical`::\n\n"
         ".. math:: p_k = \\frac1K,\n    \\quad k < K\n\n"
         ">>> x = [\n...     1]\n>>> x\n[1]\n\nmore",
-        "catnat.flat_heads.SoftmaxHead",
+        "catnat.heads.flat.SoftmaxHead",
     )
     assert r"Maps (\*, S) to" in text
     assert '<autoref identifier="catnat.distributions.HeadCategorical" optional>' in text

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from catnat.orders import by_cooccurrence
+from catnat.output_layer.orders import by_cooccurrence
 
 WORD = re.compile(r"\w+|[^\w\s]")
 PIECE = 20_000  # characters: longer documents are cut, so that each split has parts of them
@@ -99,7 +99,7 @@ class TextData(LightningDataModule):
         return torch.bincount(self.stream["train"], minlength=self.hparams.vocabulary)
 
     def order(self, frequent: int = 0) -> Tensor:
-        """The order of the tokens by what comes before them, see ``catnat.orders``."""
+        """The order of the tokens by what comes before them, see ``catnat.output_layer.orders``."""
         stream, K = self.stream["train"], self.hparams.vocabulary
 
         def make() -> dict[str, Any]:
