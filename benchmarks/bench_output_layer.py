@@ -9,13 +9,20 @@ they are installed. By default cut-cross-entropy leaves out gradients below 2^-1
 is timed with all gradients, too. Targets are as frequent as words are (Zipf: class k has
 probability proportional to 1 / (k + 1)), or uniform. The csv file is written after each layer.
 
-With --generate the table also has the milliseconds that it takes to draw one class for each of 1
-and of 64 hidden states, and the megabytes of weights that one of these classes needs: those of a
-softmax are read once for the batch, those on paths once for each class.
+With --generate the table also has the milliseconds that it takes to draw one class and to find the
+ten likeliest ones for each of 1 and of 64 hidden states, softmax's time over these, and the
+megabytes of weights that one drawn class needs: those of a softmax are read once for the batch,
+those on paths once for each class. All weights are multiplied by 4 before: a layer that has learned
+nothing is nearly uniform, and there a search visits many nodes.
+
+A layer with "RowAdam" in its name is trained by catnat.optim.RowAdam, which updates the rows with a
+gradient alone. --quick measures softmax, adaptive softmax and TreeLinear with both optimizers, with
+--generate, in less than a minute.
 
     python benchmarks/bench_output_layer.py                  # CPU, one thread, 512 x 512 x 131072
     python benchmarks/bench_output_layer.py --device cuda   # 8192 x 4096 x 131072, bfloat16
     python benchmarks/bench_output_layer.py --device cuda --shape 8192 1024 1048576
+    python benchmarks/bench_output_layer.py --device cuda --quick --out quick.csv
 
 Times on the CPU are processor time of one thread, which other processes do not lengthen much.
 Memory on CUDA is the peak of a step of the layer alone; on the CPU it is that of weights, gradients
@@ -39,53 +46,59 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from catnat import TreeLinear
+from catnat.optim import RowAdam
 
 SHAPES = {"cpu": (512, 512, 131072), "cuda": (8192, 4096, 131072)}
 Loss = Callable[[Tensor, Tensor], Tensor]
-LayerAndLoss = tuple[nn.Module, Loss, bool]  # and whether its gradients are sparse
+LayerAndLoss = tuple[nn.Module, Loss, str]  # and the name of its optimizer
 
 
 def linear(D: int, K: int) -> LayerAndLoss:
     layer = nn.Linear(D, K)
-    return layer, lambda h, t: F.cross_entropy(layer(h).float(), t), False
+    return layer, lambda h, t: F.cross_entropy(layer(h).float(), t), "Adam"
 
 
 def linear_in_bfloat16(D: int, K: int) -> LayerAndLoss:
     layer = nn.Linear(D, K)
-    return layer, lambda h, t: F.cross_entropy(layer(h), t), False
+    return layer, lambda h, t: F.cross_entropy(layer(h), t), "Adam"
 
 
 def fused(D: int, K: int) -> LayerAndLoss:
     layer = nn.Linear(D, K)
     options = nn.LinearCrossEntropyOptions()  # without them torch makes all logits
     more = {"linear_bias": layer.bias, "options": options}
-    return layer, lambda h, t: F.linear_cross_entropy(h, layer.weight, t, **more), False
+    return layer, lambda h, t: F.linear_cross_entropy(h, layer.weight, t, **more), "Adam"
 
 
 def adaptive(D: int, K: int) -> LayerAndLoss:
     layer = nn.AdaptiveLogSoftmaxWithLoss(D, K, cutoffs=[K // 16, K // 4])
-    return layer, lambda h, t: layer(h, t).loss, False
+    return layer, lambda h, t: layer(h, t).loss, "Adam"
 
 
 def liger(D: int, K: int) -> LayerAndLoss:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     layer, loss = nn.Linear(D, K), LigerFusedLinearCrossEntropyLoss()
-    return layer, lambda h, t: loss(layer.weight, h, t, layer.bias), False
+    return layer, lambda h, t: loss(layer.weight, h, t, layer.bias), "Adam"
 
 
 def cut(D: int, K: int, **options: Any) -> LayerAndLoss:
     from cut_cross_entropy import linear_cross_entropy
 
     layer = nn.Linear(D, K, bias=False)  # its version 25.1 takes no bias
-    return layer, lambda h, t: linear_cross_entropy(h, layer.weight, t, **options), False
+    return layer, lambda h, t: linear_cross_entropy(h, layer.weight, t, **options), "Adam"
 
 
 def tree(
-    D: int, K: int, head: str = "sigmoid", sparse: bool = False, frequent: int = 0
+    D: int,
+    K: int,
+    head: str = "sigmoid",
+    sparse: bool = False,
+    frequent: int = 0,
+    optimizer: str = "Adam",
 ) -> LayerAndLoss:
     layer = TreeLinear(D, K, head, sparse=sparse, frequent=frequent)
-    return layer, layer.nll, sparse
+    return layer, layer.nll, "SparseAdam" if sparse else optimizer
 
 
 LAYERS: dict[str, Callable[[int, int], LayerAndLoss]] = {
@@ -104,7 +117,22 @@ LAYERS: dict[str, Callable[[int, int], LayerAndLoss]] = {
     "hybrid, F = 1024": partial(tree, frequent=1024),
     "hybrid, F = 4096": partial(tree, frequent=4096),
     "hybrid, F = 8192": partial(tree, frequent=8192),
+    "tree sigmoid, RowAdam": partial(tree, optimizer="RowAdam"),
+    "hybrid, F = 1024, RowAdam": partial(tree, frequent=1024, optimizer="RowAdam"),
+    "hybrid, F = 4096, RowAdam": partial(tree, frequent=4096, optimizer="RowAdam"),
 }
+QUICK = (
+    "linear + cross_entropy",
+    "linear + cross_entropy in bfloat16",
+    "adaptive softmax",
+    "tree sigmoid",
+    "tree sigmoid, RowAdam",
+    "hybrid, F = 4096",
+    "hybrid, F = 4096, RowAdam",
+)
+GENERATED = (1, 64)  # hidden states that classes are drawn and searched for
+LIKELIEST = 10
+SHARPNESS = 4  # of the weights at the start
 EXACT = tuple(LAYERS)[:6]
 NEEDS = {  # a package, on CUDA alone
     "linear + cross_entropy in bfloat16": "torch",
@@ -129,13 +157,15 @@ class Contender:
         self.shape, self.device = shape, device
         torch.manual_seed(0)
         with torch.device(device):
-            self.layer, self.loss, sparse = LAYERS[name](*shape[1:])
+            self.layer, self.loss, optimizer = LAYERS[name](*shape[1:])
         self.layer.to(dtype)
         parameters = list(self.layer.parameters())
-        if sparse:
-            self.optimizer: torch.optim.Optimizer = torch.optim.SparseAdam(parameters)
-        else:
-            self.optimizer = torch.optim.Adam(parameters, fused=True)
+        makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+            "Adam": partial(torch.optim.Adam, fused=True),
+            "RowAdam": RowAdam,
+            "SparseAdam": torch.optim.SparseAdam,
+        }
+        self.optimizer = makers[optimizer](parameters)
         self.learning: list[float] = []  # forward and backward
         self.stepping: list[float] = []  # the optimizer
 
@@ -165,31 +195,42 @@ class Contender:
 
     @torch.no_grad()
     def generation(self, rounds: int) -> dict[str, float | str]:
-        """Milliseconds to draw a class for each hidden state, and megabytes for each class."""
+        """Milliseconds to draw a class and to find the likeliest ones, and megabytes of a draw."""
         row: dict[str, float | str] = {}
         layer, D = self.layer, self.shape[1]
-        for batch_size in (1, 64):
-            names = f"sample ms, batch {batch_size}", f"MB a sample, batch {batch_size}"
-            row |= dict.fromkeys(names, "")
+        for parameter in layer.parameters():
+            parameter.mul_(SHARPNESS)
+        for batch_size in GENERATED:
+            draw_name, megabytes_name, search_name = generation_names(batch_size)
+            row |= dict.fromkeys((draw_name, megabytes_name, search_name), "")
             if isinstance(layer, TreeLinear):
                 shared = layer.num_frequent + 1 if layer.num_frequent else 0
                 rows_read = shared / batch_size + (len(layer.weight)).bit_length()
-                draw: Callable[[Tensor], Tensor] = layer.sample
+                draw: Callable[[Tensor], object] = layer.sample
+                search: Callable[[Tensor], object] = partial(layer.topk, k=LIKELIEST)
             elif isinstance(layer, nn.Linear):
                 rows_read = len(layer.weight) / batch_size
                 draw = partial(draw_from_softmax, layer)
+                search = partial(topk_of_softmax, layer)
             else:
                 continue
             weight = next(layer.parameters())
             hidden = torch.randn(batch_size, D, device=self.device).to(weight.dtype)
-            seconds = []
-            for _ in range(rounds + 3):
-                start = self._now()
-                draw(hidden)
-                seconds.append(self._now() - start)
-            row[names[0]] = 1e3 * statistics.median(seconds[3:])
-            row[names[1]] = rows_read * D * weight.element_size() / 1e6
+            row[draw_name] = self._milliseconds(draw, hidden, rounds)
+            row[megabytes_name] = rows_read * D * weight.element_size() / 1e6
+            row[search_name] = self._milliseconds(search, hidden, rounds)
         return row
+
+    def _milliseconds(
+        self, function: Callable[[Tensor], object], hidden: Tensor, rounds: int
+    ) -> float:
+        """The median time of a call."""
+        seconds = []
+        for _ in range(rounds + 3):
+            start = self._now()
+            function(hidden)
+            seconds.append(self._now() - start)
+        return 1e3 * statistics.median(seconds[3:])
 
     def memory(self, hidden: Tensor, target: Tensor) -> float:
         """Gigabytes: on CUDA the peak of a step; on the CPU weights, gradients and moments."""
@@ -207,6 +248,19 @@ class Contender:
 
 def draw_from_softmax(layer: nn.Linear, hidden: Tensor) -> Tensor:
     return layer(hidden).float().softmax(-1).multinomial(1)
+
+
+def topk_of_softmax(layer: nn.Linear, hidden: Tensor) -> object:
+    return layer(hidden).topk(LIKELIEST)
+
+
+def generation_names(batch_size: int) -> tuple[str, str, str]:
+    """Columns: the time of a draw, its megabytes, and the time of a search."""
+    return (
+        f"sample ms, batch {batch_size}",
+        f"MB a sample, batch {batch_size}",
+        f"topk({LIKELIEST}) ms, batch {batch_size}",
+    )
 
 
 def size_in_bytes(x: Tensor) -> int:
@@ -247,7 +301,7 @@ def rows_of(
     exact = exact or [contender for contender, _ in results.values()]
     learning = min((contender.learning for contender in exact), key=statistics.median)
     stepping = min((contender.whole_steps() for contender in exact), key=statistics.median)
-    return [
+    rows = [
         {
             "layer": name,
             "targets": targets,
@@ -259,6 +313,21 @@ def rows_of(
         }
         for name, (contender, numbers) in results.items()
     ]
+    add_ratios(rows)
+    return rows
+
+
+def add_ratios(rows: list[dict]) -> None:
+    """Add softmax's time of a draw and of a search over that of each layer."""
+    for batch_size in GENERATED:
+        draw_name, _, search_name = generation_names(batch_size)
+        for column in (draw_name, search_name):
+            times = [row[column] for row in rows if row["layer"] in EXACT and row.get(column)]
+            for row in rows:
+                if column in row:
+                    has_both = bool(times and row[column])
+                    name = column.replace(" ms", ", times faster")
+                    row[name] = min(times) / row[column] if has_both else ""
 
 
 def batch(
@@ -314,11 +383,16 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", choices=("zipf", "uniform"), default=["zipf"])
     parser.add_argument("--generate", action="store_true", help="also draw classes")
     parser.add_argument("--rounds", type=int, default=None, help="timed steps (3, on CUDA 20)")
+    parser.add_argument("--quick", action="store_true", help="few layers, --generate, one minute")
     parser.add_argument("--layers", nargs="*", choices=LAYERS, help="some of the layers")
     parser.add_argument("--out", type=Path, help="a csv file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.layers = args.layers or available(args.device)
+    possible = available(args.device)
+    if args.quick:
+        args.generate = True
+        possible = [name for name in QUICK if name in possible]
+    args.layers = args.layers or possible
     args.shape = args.shape or SHAPES[args.device]
     args.rounds = args.rounds or (20 if args.device == "cuda" else 3)
     rows: list[dict] = []

@@ -40,6 +40,8 @@ ON_AND_OFF = "the monitor on and off in one run"
 class Clock(pl.Callback):
     """Seconds between two steps; the device has finished its work at both times."""
 
+    sees_blocks = True  # of replayed steps
+
     def __init__(self, first: int, timer: Callable[[], float] | None = None) -> None:
         self.first, self.began, self.timer = first, (0, 0.0), timer or now
         self.seconds_per_step = 0.0
@@ -67,6 +69,8 @@ class Toggle(pl.Callback):
         monitor: the monitor.
         blocks: length of a turn.
     """
+
+    sees_blocks = True  # of replayed steps
 
     def __init__(self, monitor: FisherMonitor, blocks: int) -> None:
         self.monitor, self.blocks = monitor, blocks
@@ -103,7 +107,7 @@ def monitor_cost(args: argparse.Namespace) -> float:
     blocks, block = (1, 50) if args.device == "cpu" else (5, 200)
     toggle = Toggle(monitor, blocks)
     turns = 5.5 * blocks * block  # one comparison takes five turns, the first not counted
-    train(args, max(4 * args.steps, int(turns)), None, toggle, monitor)
+    train(args, max(4 * args.steps, int(turns)), True, toggle, monitor)
     return toggle.cost()
 
 
@@ -113,7 +117,7 @@ def now() -> float:
     return time.perf_counter()
 
 
-def lightning(args: argparse.Namespace, capture: bool | None, monitor: bool) -> float:
+def lightning(args: argparse.Namespace, capture: bool, monitor: bool) -> float:
     """Seconds per step in a Lightning Trainer with TensorBoard."""
     steps = args.steps
     if args.device == "cuda" and capture is False:
@@ -123,9 +127,7 @@ def lightning(args: argparse.Namespace, capture: bool | None, monitor: bool) -> 
     return clock.seconds_per_step
 
 
-def train(
-    args: argparse.Namespace, steps: int, capture: bool | None, *callbacks: pl.Callback
-) -> None:
+def train(args: argparse.Namespace, steps: int, capture: bool, *callbacks: pl.Callback) -> None:
     """Train in Lightning, with TensorBoard and these callbacks."""
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
@@ -210,14 +212,14 @@ def main() -> None:
         runs = {
             "a plain loop, torch's layers": lambda: by_hand(args, True),
             "a plain loop, our layers": lambda: by_hand(args, False),
-            "Lightning, FisherMonitor every step": lambda: lightning(args, None, True),
-            "Lightning, no monitor": lambda: lightning(args, None, False),
+            "Lightning, FisherMonitor every step": lambda: lightning(args, True, True),
+            "Lightning, no monitor": lambda: lightning(args, True, False),
         }
     else:
         runs = {
             "eager, FisherMonitor every step": lambda: lightning(args, False, True),
-            "replayed, FisherMonitor every step": lambda: lightning(args, None, True),
-            "replayed, no monitor": lambda: lightning(args, None, False),
+            "replayed, FisherMonitor every step": lambda: lightning(args, True, True),
+            "replayed, no monitor": lambda: lightning(args, True, False),
         }
     known = runs | {ON_AND_OFF: lambda: monitor_cost(args)}
     if args.run:
