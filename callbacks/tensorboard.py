@@ -72,8 +72,12 @@ def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWri
             and later ones in earlier files, because the run writes them again. None for a run that
             starts; in a folder with event files this leaves out all of their values.
     """
-    if resumed_at is None and any(Path(folder).glob("events.out.tfevents.*")):
+    earlier = sorted(path.name for path in Path(folder).glob("events.out.tfevents.*"))
+    if earlier and resumed_at is None:
         resumed_at = 0
+    # TensorBoard reads files in the order of their names, which begin with the second of creation.
+    while earlier and earlier[-1].split(".")[3] == f"{int(time.time()):010d}":
+        time.sleep(0.01)
     return DescribedWriter(str(folder), purge_step=resumed_at, max_queue=_QUEUE)
 
 

@@ -149,6 +149,20 @@ def test_a_run_that_starts_again_in_its_folder_is_shown_once(tmp_path):
     assert shown(tmp_path, "loss") == [(0, 2.0)]
 
 
+def test_a_run_that_resumes_within_a_second_is_shown_once(tmp_path):
+    """Names of files begin with the second; the process of an earlier one may sort last."""
+    writer = open_writer(tmp_path)
+    for step in range(4):
+        writer.add_scalar("loss", 1.0, step)
+    writer.close()
+    (first,) = tmp_path.glob("events.*")
+    first.rename(first.with_name(f"events.out.tfevents.{int(time.time()):010d}.zzz.9999999.0"))
+    writer = open_writer(tmp_path, resumed_at=2)
+    writer.add_scalar("loss", 2.0, 2)
+    writer.close()
+    assert shown(tmp_path, "loss") == [(0, 1.0), (1, 1.0), (2, 2.0)]
+
+
 def test_a_callback_that_fails_before_the_first_step_changes_nothing(tmp_path, data):
     class Fails(Callback):
         def on_train_start(self, *args):
