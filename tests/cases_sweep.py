@@ -77,7 +77,7 @@ def start_sweep(path, *more):
     return subprocess.Popen(words, env=environment, start_new_session=True)
 
 
-def wait_for(condition, process=None, seconds=60.0):
+def wait_for(condition, process=None, seconds=600.0):
     """Wait until a condition holds; a process that should bring it about must not end before."""
     end = time.monotonic() + seconds
     while not condition():
