@@ -16,8 +16,8 @@ OUTPUTS = ROOT / "docs" / "gallery"
 ORDER = ("quickstart", "classify", "natural_gradient", "own_graph", "world_model", "masked_ppo")
 INTRODUCTION = """# Gallery
 
-Each example is one script that draws one picture in less than two minutes on two cores. Each script is also available
-as a notebook.
+Each example is one script that draws one picture in less than two minutes on two cores. Each
+script is also available as a notebook.
 
 """
 
