@@ -74,7 +74,7 @@ def unordered_set_surrogate(
     first draw, over all orders in which S can be drawn:
 
     .. math:: \sum_{s \in S} p(s) R(S, s) L_s, \qquad
-        R(S, s) = \frac{P(S \setminus s \mid s \text{ first})}{P(S)}.
+        R(S, s) = \frac{P(S \backslash s \mid s \text{ first})}{P(S)}.
 
     Its gradient is the pathwise gradient, :math:`\sum_s p(s) R(S, s) \nabla L_s`, plus
 
