@@ -1,4 +1,4 @@
-"""Categorical heads with a diagonal Fisher matrix, and the estimators and losses to train them.
+"""Categorical heads, and estimators and losses to train them.
 
 >>> import torch
 >>> from catnat import make_head
@@ -6,10 +6,11 @@
 >>> head(torch.zeros(head.num_scores)).probs
 tensor([0.2000, 0.2000, 0.2000, 0.2000, 0.2000])
 
-Heads: ``SoftmaxHead``, ``SparsemaxHead``, ``SigmoidHead``, ``NaturalHead``, and ``CatnatHead`` to
-subclass; they return a ``HeadCategorical``. All can be imported from here: ``help(NaturalHead)``.
+The heads are ``SoftmaxHead``, ``SparsemaxHead``, ``SigmoidHead`` and ``NaturalHead``. They return a
+``HeadCategorical``. For your own tree head, subclass ``CatnatHead``. This module exports all names
+in ``__all__``.
 
-``import catnat`` alone does not import torch: the first use of one of the names below does.
+``import catnat`` does not import torch. The first use of a name from ``__all__`` imports it.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The folders beside catnat/ under their bare names, as in ``from lit_modules.vae import ...``."""
+"""Import the folders beside catnat/ by bare names, as in ``from lit_modules.vae import ...``."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The distribution that a head returns."""
+"""Categorical distributions that heads return."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -24,18 +24,18 @@ from catnat.numerics import (
 
 _WITH_SAMPLES = tuple(estimator for estimator in TABLE if estimator.draw is not None)
 ESTIMATORS = tuple(estimator.name for estimator in _WITH_SAMPLES)
-"""Names of the gradients that :meth:`HeadCategorical.rsample` can give its samples."""
+"""Estimator names that :meth:`HeadCategorical.rsample` accepts."""
 SEARCH_FROM = 2**17
-"""Largest K at which a head computes all log-probabilities to find the largest: it is faster."""
+"""Largest K at which the mode uses all log-probabilities, which is faster than a search."""
 FLOAT32_LIMIT = 2**16
-"""Largest K that is sampled with float32 noise: with more, equal numbers are common."""
+"""Largest K that is sampled with float32 noise; ties are common beyond it."""
 
 
 class PathHead(Protocol):
-    """Operations of a head for its distribution: single categories, or all if needed.
+    """Operations of a head that its distribution needs.
 
-    The methods of a tree look at the O(log K) nodes of a path alone. Scores (*, S) are checked, in
-    float32 or float64, and values int64.
+    In a tree, the ``path_`` methods visit only the O(log K) nodes on a path. Scores (*, S) are
+    checked and have dtype float32 or float64; values are int64.
     """
 
     num_categories: int
@@ -45,7 +45,7 @@ class PathHead(Protocol):
         """Log-probabilities of all categories, (*, S) -> (*, K)."""
 
     def path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
-        """Log-probabilities of categories, (*); NaN for a value that is not a category."""
+        """Log-probabilities of categories, (*); NaN if a value is not a category."""
 
     def path_sample(
         self, scores: Tensor, sample_shape: torch.Size, generator: torch.Generator | None
@@ -53,10 +53,10 @@ class PathHead(Protocol):
         """Random categories, (*sample_shape, *)."""
 
     def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each."""
+        """Log-probabilities of the steps to categories and of the other sides, (*, H) each."""
 
     def path_topk(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the k likeliest categories, and these, (*, k) each."""
+        """Log-probabilities and indices of the k most likely categories, (*, k) each."""
 
     def path_sample_without_replacement(
         self, scores: Tensor, k: int, generator: torch.Generator | None
@@ -65,34 +65,33 @@ class PathHead(Protocol):
 
 
 class HeadCategorical(Categorical):
-    """A categorical distribution given by normalized, finite log-probabilities.
+    """A ``torch.distributions.Categorical`` whose impossible categories have probability exactly 0.
 
-    Unlike torch's ``Categorical`` it keeps impossible categories: their probability is exactly 0,
-    their log-probability a finite floor, so they are never sampled, and entropy, KL divergence
-    and all gradients stay finite.
+    The log-probability of an impossible category is a finite floor. Impossible categories are never
+    sampled, and entropy, KL divergence and all gradients stay finite.
 
-    A catnat head gives a copy of its scores instead: ``log_prob`` and ``sample`` then look at the
-    O(log K) nodes of a path alone, and ``logits`` and ``probs`` are computed when they are first
-    used. ``log_prob`` is the same to the last bit, whether they were used or not.
+    A tree head passes a copy of its scores instead of log-probabilities. ``log_prob`` and
+    ``sample`` then visit only the O(log K) nodes on a path, and ``logits`` and ``probs`` are
+    computed on first access. This access does not change the results of ``log_prob``.
 
     Args:
-        log_probs: (*, K), normalized, as from :meth:`CategoricalHead.log_probs`. Half precision
-            becomes float32, and -inf the finite floor.
-        validate_args: check the log-probabilities, and later the values given to ``log_prob``. The
-            default is that of all torch distributions (``Distribution.set_default_validate_args``;
-            torch.compile turns it off), but on the CPU only, where checking waits for no device,
-            and not under torch.compile, torch.func and other tracers.
-        normalized: the caller guarantees that the log-probabilities are finite and the
-            probabilities sum to 1, as every head does; this is then not checked.
-        source: a head and its checked scores, in place of ``log_probs``.
+        log_probs: normalized log-probabilities, (*, K), as from :meth:`CategoricalHead.log_probs`.
+            Half precision becomes float32, and -inf becomes the finite floor.
+        validate_args: whether to check the log-probabilities, and later the arguments of
+            ``log_prob``. The default is torch's
+            (``Distribution.set_default_validate_args``) on the CPU. On other devices, and under
+            torch.compile, torch.func and other tracers, it is False.
+        normalized: whether the caller guarantees that the log-probabilities are finite and the
+            probabilities sum to 1. They are then not checked.
+        source: a head and its checked scores; replaces ``log_probs``.
 
     >>> from catnat import make_head
     >>> make_head("natural", 4)(torch.zeros(3)).entropy()
     tensor(1.3863)
     """
 
-    scores: Tensor  # that the head was called with, after masks; from a head alone
-    # A head and scores that give the log-probabilities; their batch shape broadcasts to ours.
+    scores: Tensor  # input of the head after masks; only set by heads
+    # The batch shape of these scores broadcasts to the batch shape of the distribution.
     _source: tuple[PathHead, Tensor] | None = None
 
     def __init__(
@@ -105,7 +104,7 @@ class HeadCategorical(Categorical):
     ) -> None:
         if source is not None:
             head, scores = source
-            parameter = scores.clone()  # of the moment: parameters change in place later
+            parameter = scores.clone()  # optimizers change parameters in place
             self._source = head, parameter
             self._num_events = head.num_categories
         else:
@@ -136,14 +135,14 @@ class HeadCategorical(Categorical):
         return head.log_probs(scores).expand(*self._batch_shape, self._num_events)
 
     def __repr__(self) -> str:
-        """Shapes, which are there before probabilities are computed."""
+        """Batch shape and number of categories; computes no probabilities."""
         batch = tuple(self.batch_shape)
         K = self._num_events
         return f"{type(self).__name__}(batch_shape={batch}, num_categories={K})"
 
     @property
     def _param(self) -> Tensor:  # type: ignore[override]
-        """Torch's name for what a distribution was given."""
+        """Torch's name for the parameter of a distribution."""
         return self.logits
 
     @lazy_property
@@ -152,9 +151,9 @@ class HeadCategorical(Categorical):
         return exp_of_log_probs(self.logits)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "HeadCategorical":
-        """The same distribution with a larger batch shape.
+        """Expand the batch shape.
 
-        A subclass with its own ``__init__`` overrides ``expand``, as everywhere in torch.
+        As in torch, a subclass with its own ``__init__`` must override ``expand``.
         """
         new = self._get_checked_instance(  # type: ignore[no-untyped-call]
             HeadCategorical, _instance
@@ -175,7 +174,8 @@ class HeadCategorical(Categorical):
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probabilities of categories, which broadcast with the batch shape.
 
-        A value that is not a category is a ValueError if arguments are validated, and NaN if not.
+        A value that is not a category raises a ValueError if arguments are validated, and gives NaN
+        otherwise.
         """
         if self._validate_args:
             self._validate_sample(value)
@@ -188,7 +188,7 @@ class HeadCategorical(Categorical):
         )
 
     def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
-        """Random categories, (*sample_shape, *) int64; never one of probability 0."""
+        """Random categories, (*sample_shape, *) int64; never a category of probability 0."""
         sample_shape = torch.Size(sample_shape)
         if self._source is None:
             return draw(self.probs.detach(), sample_shape, generator)
@@ -201,13 +201,13 @@ class HeadCategorical(Categorical):
     ) -> tuple[Tensor, Tensor]:
         """k different categories in the order of their draws, and their log-probabilities, (k, *).
 
-        The log-probabilities have a gradient. A tree is walked down at O(k log K), see
-        :meth:`catnat.CategoricalHead.sample_without_replacement`. Where fewer than k categories are
-        possible, impossible ones come last.
+        The log-probabilities have a gradient. A tree needs O(k log K) time, see
+        :meth:`catnat.CategoricalHead.sample_without_replacement`. If fewer than k categories are
+        possible, impossible categories come last.
 
         Args:
             k: number of draws, 1 to K.
-            generator: random number generator; None is torch's own.
+            generator: random number generator (default: torch's).
 
         >>> from catnat import make_head
         >>> q = make_head("natural", 4)(torch.zeros(3))
@@ -224,10 +224,10 @@ class HeadCategorical(Categorical):
         return values, head.path_log_prob(scores, values)
 
     def topk(self, k: int) -> torch.return_types.topk:
-        """The k likeliest categories with their log-probabilities, (*, k) each, sorted.
+        """The k most likely categories and their log-probabilities, (*, k) each, sorted.
 
-        The result has ``values``, with a gradient, and ``indices``, as that of ``torch.topk``.
-        A tree over many categories is searched, see :meth:`catnat.CategoricalHead.topk`.
+        Like ``torch.topk``, it returns ``values`` (with a gradient) and ``indices``. Large trees
+        are searched, see :meth:`catnat.CategoricalHead.topk`.
         """
         require_integer_within(1, self._num_events, k=k)
         if self._source is None or "logits" in vars(self):
@@ -238,10 +238,10 @@ class HeadCategorical(Categorical):
 
     @property
     def mode(self) -> Tensor:
-        """The likeliest category, (*).
+        """The most likely category, (*).
 
-        The first one of several in rounded probabilities; any of them in a tree over so many
-        categories (K > 131072) that it is searched.
+        In a tie, it is the first of these categories, except in trees with K > 131072, which are
+        searched.
         """
         if self._num_events <= SEARCH_FROM or "logits" in vars(self):
             return self.probs.argmax(-1)
@@ -250,29 +250,29 @@ class HeadCategorical(Categorical):
     def one_hot_sample(
         self, sample_shape: Any = (), generator: torch.Generator | None = None
     ) -> Tensor:
-        """A sample as one-hot vectors, (*sample_shape, *, K), without gradient."""
+        """Samples as one-hot vectors, (*sample_shape, *, K), without a gradient."""
         index = self.sample(sample_shape, generator)
         dtype = (self.logits if self._source is None else self._source[1]).dtype
-        # new_zeros, not zeros: inside vmap they are then batched like the index.
+        # new_zeros instead of zeros: inside vmap, it is batched like the index.
         zeros = index.new_zeros((*index.shape, self._num_events), dtype=dtype)
         return zeros.scatter(-1, index[..., None], 1)
 
     def path_kl(self, other: "HeadCategorical", value: Tensor) -> Tensor:
-        r"""Estimate of KL(self || other) from categories drawn from this distribution, (*) -> (*).
+        r"""Estimate of KL(self || other) from samples of this distribution, (*) -> (*).
 
-        The sum of the binary divergences along the path to each category, at O(log K):
+        The estimate sums the binary divergences along the path to each sample, in O(log K) time:
 
         .. math:: KL(q \| p) = E_{c \sim q} \sum_{h \text{ above } c} KL(a_h^q \| a_h^p)
 
-        It is unbiased and never negative, with far less variance than log q(c) - log p(c). Where
-        the two are not trees with the same leaves, it is the exact divergence.
+        It is unbiased, never negative, and has far less variance than log q(c) - log p(c). If the
+        distributions are not trees with the same leaves, the result is the exact divergence.
 
-        Gradients are unbiased in the scores of both distributions: the terms below a node also
-        move with the probability of the step there, by the score function.
+        Gradients in the scores of both distributions are unbiased: a score-function term accounts
+        for the effect of each node on the terms below it.
 
         Args:
-            other: p, over the same categories.
-            value: categories drawn from this distribution, whose shape broadcasts with the batch.
+            other: distribution over the same categories (p).
+            value: samples of this distribution; their shape broadcasts with the batch shape.
 
         >>> from catnat import make_head
         >>> head = make_head("natural", 4)
@@ -289,10 +289,11 @@ class HeadCategorical(Categorical):
         return self._for_each(value, path_kl(*logs))
 
     def path_entropy(self, value: Tensor) -> Tensor:
-        """Estimate of the entropy from categories drawn from this distribution, (*) -> (*).
+        """Estimate of the entropy from samples of this distribution, (*) -> (*).
 
-        The sum of the binary entropies along the path to each category: unbiased, with unbiased
-        gradients, at O(log K), see :meth:`path_kl`. The exact entropy where there is no tree.
+        The estimate sums the binary entropies along the path to each sample, in O(log K) time. The
+        value and its gradients are unbiased, see :meth:`path_kl`. Without a tree, the result is the
+        exact entropy.
         """
         value = checked_value(value, self._num_events)
         if self._source is None:
@@ -301,7 +302,7 @@ class HeadCategorical(Categorical):
         return self._for_each(value, path_entropy(head.path_logs(scores, value)))
 
     def _for_each(self, value: Tensor, result: Tensor) -> Tensor:
-        """A number for each value; NaN for a value that is not a category."""
+        """The result for each value; NaN if a value is not a category."""
         is_category = (value >= 0) & (value < self._num_events)
         return torch.where(is_category, result, torch.nan)
 
@@ -313,22 +314,23 @@ class HeadCategorical(Categorical):
         generator: torch.Generator | None = None,
         num_draws: int | None = None,
     ) -> Tensor:
-        """Samples with a gradient, (*sample_shape, *, K); a category itself has no derivative.
+        """Samples with a gradient, (*sample_shape, *, K).
 
-        An option that the estimator does not use must not be given.
+        An option that the estimator does not use raises an error.
 
         Args:
-            sample_shape: shape of the draws from each distribution of the batch.
-            estimator: one of ``ESTIMATORS``: ``"straight-through"`` (one-hot, the gradient of the
-                probabilities), ``"reinmax"`` or ``"zgr"`` (one-hot,
-                :func:`~catnat.estimators.reinmax`), ``"gumbel"`` (one-hot, the gradient of the
-                relaxed sample), ``"gumbel-rao"`` (one-hot, the mean gradient of ``num_draws``
+            sample_shape: shape of the samples from each distribution of the batch.
+            estimator: a name from ``ESTIMATORS``: ``"straight-through"`` (one-hot, with the
+                gradient of the probabilities), ``"reinmax"`` or ``"zgr"`` (one-hot,
+                :func:`~catnat.estimators.reinmax`), ``"gumbel"`` (one-hot, with the gradient of the
+                relaxed sample), ``"gumbel-rao"`` (one-hot, with the mean gradient of ``num_draws``
                 relaxed samples, :func:`~catnat.estimators.gumbel_rao`) or ``"relaxed"`` (a point
-                of the simplex). Hyphens and underscores are equal.
-            temperature: temperature of relaxed samples, > 0 (default 1); towards 0 they are
-                one-hot. For ``"gumbel"``, ``"gumbel-rao"`` and ``"relaxed"``.
-            generator: random number generator; None is torch's own.
-            num_draws: relaxed samples for each sample of ``"gumbel-rao"`` (default 8).
+                of the simplex). Names accept hyphens or underscores.
+            temperature: temperature of the relaxed samples, > 0 (default: 1), for ``"gumbel"``,
+                ``"gumbel-rao"`` and ``"relaxed"``. Relaxed samples approach one-hot vectors as the
+                temperature approaches 0.
+            generator: random number generator (default: torch's).
+            num_draws: number of relaxed samples per sample, for ``"gumbel-rao"`` (default: 8).
         """
         chosen = find_estimator(estimator, _WITH_SAMPLES)
         options = chosen.options(temperature=temperature, num_draws=num_draws)
@@ -337,7 +339,7 @@ class HeadCategorical(Categorical):
 
 
 def checked_value(value: Tensor, num_categories: int, name: str = "value") -> Tensor:
-    """Categories as int64, after checking them where that does not wait for a device."""
+    """Categories as int64, checked if that does not wait for a device."""
     index = value.long()
     if can_branch_on(value):
         wrong = index.clamp(0, num_categories - 1) != index
@@ -352,7 +354,7 @@ def checked_value(value: Tensor, num_categories: int, name: str = "value") -> Te
 def pick(log_probs: Tensor, value: Tensor, checked: bool) -> Tensor:
     """Log-probabilities of categories: (*, K) and (*) int64, which broadcast -> (*).
 
-    NaN for a value that is not a category, unless the values were checked.
+    The result is NaN if a value is not a category, unless the values are already checked.
     """
     value = value.expand(common_shape(value.shape, log_probs.shape[:-1]))
     if checked:
@@ -363,11 +365,11 @@ def pick(log_probs: Tensor, value: Tensor, checked: bool) -> Tensor:
 
 
 def draw(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    """Random categories, (*, K) -> (*sample_shape, *) int64; never one of probability 0.
+    """Random categories, (*, K) -> (*sample_shape, *) int64; never a category of probability 0.
 
-    Many draws of a row go through sums of its probabilities: in float32 they would lose categories
-    below 3e-8. On CUDA the order of these sums is not fixed. Where algorithms have to be
-    deterministic, a draw is the first of K exponential clocks with rates p to ring.
+    Several draws from a row use cumulative sums of its probabilities. In float32, these would lose
+    categories with a probability below 3e-8. On CUDA, the order of these sums is not fixed, so
+    deterministic algorithms draw the minimum of K exponential variables with rates p instead.
     """
     shape = sample_shape + probs.shape[:-1]
     K = probs.shape[-1]
@@ -388,7 +390,7 @@ def draw(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | N
 def draw_different(log_probs: Tensor, k: int, generator: torch.Generator | None) -> Tensor:
     """k different random categories by Gumbel top-k, (*, K) -> (k, *), in the order of the draws.
 
-    On the CPU a NaN is an error.
+    On the CPU, NaN raises a ValueError.
     """
     if can_branch_on(log_probs) and bool(log_probs.isnan().any()):
         raise ValueError("there is no category to sample where a score is nan")
@@ -402,18 +404,18 @@ def gumbel(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def path_kl(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
-    """Sum of the binary divergences along a path: of each, log of the step and of the other."""
+    """Sum of the binary divergences along a path, from two results of ``path_logs``."""
     terms = _binary_mean(ours, [a - b for a, b in zip(ours, theirs, strict=True)])
     return _path_sum(terms.clamp_min(0), ours[0])  # rounding may go below 0
 
 
 def path_entropy(logs: Sequence[Tensor]) -> Tensor:
-    """Sum of the binary entropies along a path."""
+    """Sum of the binary entropies along a path, from a result of ``path_logs``."""
     return _path_sum(-_binary_mean(logs, logs), logs[0])
 
 
 def _binary_mean(logs: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Mean of two values with these two log-probabilities, at every node."""
+    """Mean of two values at every node, weighted by their probabilities."""
     one, other = (exp_of_log_probs(log) * x for log, x in zip(logs, values, strict=True))
     return one + other
 
@@ -421,14 +423,14 @@ def _binary_mean(logs: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
 def _path_sum(terms: Tensor, steps: Tensor) -> Tensor:
     """Sum along a path, (*, H) -> (*), with the gradient of the mean over all paths.
 
-    Entries go from the leaf up: those before an entry are below its node.
+    Entries are ordered from the leaf to the root, so earlier entries belong to lower nodes.
     """
     below = (terms.cumsum(-1) - terms).detach()
     return (terms + below * (steps - steps.detach())).sum(-1)
 
 
 def _kl(p: Categorical, q: Categorical) -> Tensor:
-    """sum_k p_k (log p_k - log q_k); finite, with log 0 at its floor, even where q_k = 0 < p_k."""
+    """KL(p || q), finite even if q_k = 0 < p_k, because log 0 is a finite floor."""
     log_p = _log_probs(p)
     log_q = _log_probs(q)
     if log_p.shape[-1] != log_q.shape[-1]:
@@ -439,9 +441,9 @@ def _kl(p: Categorical, q: Categorical) -> Tensor:
 
 
 def _log_probs(q: Categorical) -> Tensor:
-    """Finite log-probabilities, at the floor where a probability is 0.
+    """Finite log-probabilities, with a floor for probability 0.
 
-    ``q.logits`` does not serve where q was given by probabilities: torch makes 1e-7 of a 0 there.
+    If q was created from probabilities, its ``logits`` are not exact: torch replaces 0 by 1e-7.
     """
     by_probs = "probs" in q.__dict__ and q._param is q.probs
     logs = safe_log(q.probs) if by_probs else finite_log_probs(q.logits)

@@ -1,4 +1,4 @@
-"""The table of estimators: what ``rsample``, models, tests and docs offer by name."""
+"""The table of estimators that ``rsample``, models, tests and docs use."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,18 +35,18 @@ class Sampled(Protocol):
 
 @dataclass(frozen=True)
 class Estimator:
-    """An estimator of the gradient through a sample, as one row of a table.
+    """A gradient estimator, as one row of a table.
 
     Attributes:
         name: name in :meth:`~catnat.HeadCategorical.rsample` and in options of models.
-        function: the function of :mod:`catnat.estimators` that computes it.
-        value: value of the sample or of the surrogate.
-        gradient: one line on the gradient.
+        function: its function in :mod:`catnat.estimators`.
+        value: value of the sample or of the surrogate, in words.
+        gradient: description of the gradient, in one line.
         reference: authors and year.
-        has_temperature: whether it takes ``temperature``.
-        has_draws: whether it takes ``num_draws``.
+        has_temperature: whether it uses ``temperature``.
+        has_draws: whether it uses ``num_draws``.
         unbiased: whether its expectation is the exact gradient for every loss.
-        draw: draws samples with this gradient; None for a surrogate of losses.
+        draw: function that draws samples with this gradient; None for a surrogate of losses.
         aliases: other names.
     """
 
@@ -62,9 +62,9 @@ class Estimator:
     aliases: tuple[str, ...] = ()
 
     def options(self, **given: Any) -> dict[str, Any]:
-        """Options to use: those given, and the defaults of those that are None.
+        """The given options, with defaults in place of None.
 
-        Raises a ValueError for an option that is given and not used.
+        An option that the estimator does not use raises a ValueError.
 
         >>> find_estimator("gumbel-rao").options(temperature=0.5, num_draws=None)
         {'temperature': 0.5, 'num_draws': 8}
@@ -79,7 +79,7 @@ class Estimator:
         return defaults | {name: value for name, value in given.items() if value is not None}
 
     def refuse_unused(self, **given: Any) -> None:
-        """Raise a ValueError for an option that is given (is not None) and not used."""
+        """Raise a ValueError for an option that is not None and that the estimator does not use."""
         for name, value in given.items():
             is_used = self.has_draws if name == "num_draws" else self.has_temperature
             if value is not None and not is_used:
@@ -184,11 +184,11 @@ TABLE = (
         unbiased=True,
     ),
 )
-"""All estimators, each an :class:`Estimator`."""
+"""All estimators."""
 
 
 def find_estimator(name: str, among: tuple[Estimator, ...] = TABLE) -> Estimator:
-    """The estimator of a name, with hyphens or underscores, or of an alias.
+    """Find an estimator by its name or alias, with hyphens or underscores.
 
     >>> find_estimator("score_function").name, find_estimator("zgr").name
     ('score-function', 'reinmax')

@@ -1,4 +1,4 @@
-"""Gradients through discrete samples: score function, Gumbel, Gumbel-Rao, ReinMax and others."""
+"""Gradient estimators for discrete samples, such as score function, Gumbel-Rao and ReinMax."""
 
 import torch
 from torch import Tensor
@@ -7,24 +7,25 @@ from catnat.checks import require_at_least, require_positive
 from catnat.numerics import LOG_ZERO, at_least_float32, exp_of_log_probs
 
 MOST_DIFFERENT = 10
-"""Largest number of different samples of :func:`unordered_set_surrogate`, unless it has all."""
+"""Largest number of samples in :func:`unordered_set_surrogate`, unless they are all categories."""
 
 
 def score_function_surrogate(
     losses: Tensor, log_probs: Tensor, baseline: float | Tensor | None = None
 ) -> Tensor:
-    r"""Mean of the losses L_m of M samples z_m of p, with the unbiased gradient of E[L].
+    r"""Mean of the losses L_m of M samples z_m of p, with an unbiased gradient of E[L].
 
-    The value is the plain mean. The gradient is the pathwise one plus the score-function term,
+    The value is the mean loss. The gradient is the sum of the pathwise gradient and the
+    score-function term,
 
     .. math:: \frac1M \sum_m \nabla L_m + (L_m - b_m) \nabla \log p(z_m),
 
-    where b_m is the mean loss of the other M - 1 samples, or ``baseline`` when given. For this
-    to be unbiased b_m must not depend on z_m: without a ``baseline``, L_m must be a function of
-    z_m alone. A loss over pairs of samples needs its own ``baseline``.
+    where b_m is the mean loss of the other M - 1 samples, or ``baseline`` if given. The gradient is
+    unbiased only if b_m does not depend on z_m. Without ``baseline``, L_m must therefore depend
+    only on z_m. A loss over pairs of samples needs its own ``baseline``.
 
     Shapes: ``losses`` and ``log_probs`` (M, \*), ``baseline`` a number or a tensor that
-    broadcasts to (M, \*), result (\*). Half precision is computed, and returned, in float32.
+    broadcasts to (M, \*), result (\*). Half precision is computed and returned in float32.
 
     References:
         Williams, Simple Statistical Gradient-Following Algorithms, 1992.
@@ -69,31 +70,30 @@ def unordered_set_surrogate(
 ) -> Tensor:
     r"""Unbiased estimate of E[L] from k different samples of p, with an unbiased gradient.
 
-    The samples S are drawn without replacement. The estimate is the expectation, over the orders
-    in which S may have been drawn, of the loss of the first draw:
+    The set of samples S is drawn without replacement. The estimate is the expected loss of the
+    first draw, over all orders in which S can be drawn:
 
     .. math:: \sum_{s \in S} p(s) R(S, s) L_s, \qquad
-        R(S, s) = \frac{P(S \setminus s \mid s \text{ first})}{P(S)}.
+        R(S, s) = \frac{P(S \backslash s \mid s \text{ first})}{P(S)}.
 
-    Its gradient is the pathwise one, :math:`\sum_s p(s) R(S, s) \nabla L_s`, plus
+    Its gradient is the pathwise gradient, :math:`\sum_s p(s) R(S, s) \nabla L_s`, plus
 
     .. math:: \sum_{s \in S} \nabla p(s) \, R(S, s) (L_s - b_s),
 
-    where b_s is the same estimate of E[L] given that s was the first draw. With all K categories
-    the estimate and the gradient are exact. Two samples suffice. The loss needs no gradient.
+    where b_s is the estimate of E[L] given that s was the first draw. With all K categories, the
+    value and the gradient are exact. Two samples are enough. The loss need not be differentiable.
 
     Impossible categories in S have weight 0. The weights are computed in float64 with
-    :math:`2^k` terms, which limits k to 10, unless S has all categories.
+    :math:`2^k` terms, which limits k to 10, unless S contains all categories.
 
     Args:
-        losses: losses L_s, (k, \*).
-        log_probs: log-probabilities of the samples, (k, \*). Both are in the order of
-            :meth:`~catnat.HeadCategorical.sample_without_replacement`, or in any other.
-        num_categories: number of categories (K). It is needed where k is above 10, and avoids
-            rounding where k = K.
+        losses: losses of the samples (L_s), (k, \*).
+        log_probs: log-probabilities of the samples, (k, \*), in any order that matches ``losses``.
+        num_categories: number of categories (K). It is required if k > 10, and avoids rounding
+            errors if k = K.
 
     Returns:
-        The estimate, (\*). Half precision is computed, and returned, in float32.
+        The estimate, (\*). Half precision is computed and returned in float32.
 
     References:
         Kool, van Hoof and Welling, Estimating Gradients for Discrete Random Variables by Sampling
@@ -143,13 +143,13 @@ def _set_weights(log_probs: Tensor) -> tuple[Tensor, Tensor]:
     """
     k = len(log_probs)
     outside = torch.log1p(-log_probs.exp().sum(0).clamp_max(1))
-    # Impossible categories come after all others: then nothing is left outside of S.
+    # Impossible categories are drawn last: no mass remains outside of S.
     outside = torch.where((log_probs <= LOG_ZERO).any(0), -torch.inf, outside)
     log_mass = outside[None]
     for log_p in log_probs:
-        log_mass = torch.cat([torch.logaddexp(log_mass, log_p), log_mass])  # s is left, or in E
+        log_mass = torch.cat([torch.logaddexp(log_mass, log_p), log_mass])  # s is not in E, or in E
     log_v = torch.zeros_like(log_mass)
-    for _ in range(k):  # after n rounds, V(E) is right where n elements are left
+    for _ in range(k):  # after n rounds, V(E) is correct if E lacks n elements
         total = torch.full_like(log_mass, -torch.inf)
         for s, log_p in enumerate(log_probs):
             with_s = log_v.unflatten(0, (-1, 2, 2**s))[:, 1]
@@ -170,17 +170,18 @@ def straight_through_gumbel(
     hard: bool = True,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    r"""One-hot sample of the categorical p with the gradient of its relaxation y at temperature τ.
+    r"""One-hot samples of p with the gradient of their relaxation y at temperature τ.
 
     .. math:: y = \mathrm{softmax}((\log p + g) / \tau), \qquad g_k \sim \mathrm{Gumbel}(0, 1)
 
-    With ``hard`` the value is the one-hot vector of argmax y, an exact sample of p, and the
-    gradient is that of y; without, the value is y. Impossible categories (a log-probability of
-    -1000 or less) are never chosen, and have y = 0 at every temperature. The temperature may be a
-    0-d tensor. Its value is then not checked, because the check would wait for the device.
+    If ``hard`` is True, the value is the one-hot vector of argmax y, which is an exact sample of p,
+    and the gradient is the gradient of y. Otherwise, the value is y. Impossible categories
+    (log-probability at most -1000) are never sampled and have y = 0 at every temperature. The
+    temperature may be a 0-d tensor. Its value is then not checked, because the check would wait for
+    the device.
 
-    Shapes: ``log_probs`` (\*, K), result (\*, K) in the same dtype. Half precision is computed in
-    float32.
+    Shapes: ``log_probs`` (\*, K), result (\*, K) in the dtype of ``log_probs``. Half precision is
+    computed in float32.
 
     References:
         Jang, Gu and Poole, Categorical Reparameterization with Gumbel-Softmax, 2017.
@@ -192,14 +193,14 @@ def straight_through_gumbel(
     """
     _require_temperature(temperature)
     scores = at_least_float32(log_probs)
-    impossible = scores <= LOG_ZERO  # a high temperature would give them a share
+    impossible = scores <= LOG_ZERO  # at a high temperature, y would be positive
     gumbel = _exponential(torch.empty_like(scores), generator).log_().neg_()
     scores = (scores + gumbel).masked_fill(impossible, -torch.inf)
     y = (scores / temperature).softmax(-1)
     if hard:
-        # argmax of the scores, not of y: a high temperature rounds different scores to one y.
+        # argmax of the scores, not of y: at a high temperature, different scores can have equal y.
         one_hot = torch.zeros_like(y).scatter(-1, scores.argmax(-1, keepdim=True), 1.0)
-        y = one_hot + (y - y.detach())  # plus exactly zero: the value stays one-hot
+        y = one_hot + (y - y.detach())  # the difference is exactly zero, so the value is one-hot
     return y.to(log_probs.dtype)
 
 
@@ -210,24 +211,31 @@ def gumbel_rao(
     num_draws: int = 8,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    r"""One-hot samples D of p with the mean gradient of M relaxations that agree with each.
+    r"""One-hot samples D of p with the mean gradient of M relaxed samples.
 
-    The value is D. The gradient is that of the mean of M relaxed samples at temperature τ, with
-    Gumbel noise drawn given that D is its argmax:
+    The value is D. The gradient is the gradient of the mean of M relaxed samples at temperature τ.
+    Their Gumbel noise is drawn conditionally on D being the argmax:
 
     .. math::
         y = \mathrm{softmax}((\log p + g) / \tau), \qquad
         \log p_D + g_D = -\log e_D, \qquad
         \log p_k + g_k = -\log(e_k / p_k + e_D), \qquad e_k \sim \mathrm{Exp}(1)
 
-    It has the mean of :func:`straight_through_gumbel`'s gradient and less variance, which falls
-    with M, at the price of M softmaxes; the network behind the sample is evaluated once. The
-    smaller variance allows a lower temperature, and so a smaller bias.
+    The expected gradient equals that of :func:`straight_through_gumbel`, and its variance is
+    smaller and decreases with M. It costs M softmaxes, but the network behind the sample is
+    evaluated once. The smaller variance allows a lower temperature, and therefore a smaller bias.
 
     Impossible categories have y = 0. A temperature that is a tensor is not checked.
 
     Shapes: ``log_probs`` (\*, K), ``one_hot`` (L, \*, K) or (\*, K), result as ``one_hot``. Half
     precision is computed in float32.
+
+    Args:
+        log_probs: normalized log-probabilities.
+        one_hot: samples (D), as one-hot vectors.
+        temperature: temperature of the relaxed samples (τ), > 0.
+        num_draws: number of relaxed samples per sample (M).
+        generator: random number generator (default: torch's).
 
     References:
         Paulus, Maddison and Krause, Rao-Blackwellizing the Straight-Through Gumbel-Softmax
@@ -251,7 +259,7 @@ def gumbel_rao(
         gumbel = -torch.where(drawn, first.log() + scores, (noise + probs * first).log())
     perturbed = (scores + gumbel).masked_fill(impossible, -torch.inf)
     y = (perturbed / temperature).softmax(-1).mean(0)
-    return (one_hot + (y - y.detach())).to(one_hot.dtype)  # plus exactly zero: still one-hot
+    return (one_hot + (y - y.detach())).to(one_hot.dtype)  # the value stays one-hot
 
 
 def straight_through(probs: Tensor, one_hot: Tensor) -> Tensor:
@@ -273,11 +281,11 @@ def straight_through(probs: Tensor, one_hot: Tensor) -> Tensor:
 def reinmax(log_probs: Tensor, one_hot: Tensor) -> Tensor:
     r"""One-hot samples D of p with ReinMax's gradient, which is exact to second order.
 
-    The value is D. The gradient g of a loss in the result becomes, in log p,
+    The value is D. If the gradient of a loss in the result is g, its gradient in log p is
 
     .. math:: \tfrac12 \, p \odot g + \tfrac12 \, (g \cdot D - g \cdot p) \, D.
 
-    ZGR (Shekhovtsov, 2023) is the same estimator, derived in another way.
+    ZGR (Shekhovtsov, 2023) is a different derivation of this estimator.
 
     Shapes: ``log_probs`` (\*, K), ``one_hot`` (M, \*, K) or (\*, K), result as ``one_hot``.
 
@@ -298,11 +306,11 @@ def reinmax(log_probs: Tensor, one_hot: Tensor) -> Tensor:
 
 
 def _require_temperature(temperature: float | Tensor) -> None:
-    """Raise a ValueError for a number that is not positive; looking at a tensor would wait."""
+    """Raise a ValueError for a number that is not positive. Tensors are not checked."""
     if not isinstance(temperature, Tensor):
         require_positive(temperature=temperature)
 
 
 def _exponential(empty: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Fill a tensor with draws of Exp(1), whose logarithms are finite."""
+    """Fill a tensor with samples of Exp(1) whose logarithms are finite."""
     return empty.exponential_(generator=generator).clamp_min_(torch.finfo(empty.dtype).tiny)

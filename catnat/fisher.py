@@ -1,11 +1,11 @@
 """Fisher information in score space, its pullback to network parameters, and diagnostics.
 
-Three matrices must be told apart:
+There are three kinds of matrices:
 
-- *exact*: the expectation over categories, in closed form;
-- *sampled*: the same expectation estimated from categories drawn from the head's own distribution.
-  Unbiased, but with few samples it shows off-diagonal mass that is only noise;
-- averaging either over a batch of inputs is the *empirical* expectation over the data.
+- The *exact* matrix is the expectation over categories, in closed form.
+- The *sampled* matrix estimates this expectation from categories drawn from the head. It is
+  unbiased, but with few samples its noise adds off-diagonal mass.
+- The *empirical* matrix is the mean of exact or sampled matrices over a batch of inputs.
 """
 
 import torch
@@ -26,11 +26,11 @@ def score_fisher(
     """Fisher matrix in score space, (*, S) -> (*, S, S).
 
     Args:
-        head: the head that turns the scores into a distribution.
-        scores: (*, S).
+        head: the head of the scores.
+        scores: scores, (*, S).
         kind: ``"exact"`` or ``"sampled"``.
-        num_samples: number of categories drawn for each row if sampled (M).
-        generator: random number generator; None is torch's own.
+        num_samples: number of categories drawn per row for ``"sampled"`` (M).
+        generator: random number generator (default: torch's).
 
     >>> from catnat import make_head
     >>> score_fisher(make_head("softmax", 2), torch.zeros(2))
@@ -50,12 +50,13 @@ def score_fisher(
 def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor) -> Tensor:
     """Two independent estimates of the mean Fisher matrix over B rows, from M draws per row.
 
-    The first uses the first M // 2 draws, the second the remaining draws. Products of
-    their entries estimate products of entries of the true matrix without bias, and so the square of
-    ``off_diagonal_mass(G)``; the square of one estimate would add the variance of its noise.
+    The first estimate uses the first M // 2 draws, and the second estimate uses the remaining
+    draws. Products of their entries are unbiased estimates of products of entries of the true
+    matrix, and :func:`off_diagonal_mass` uses such products. The square of one estimate would add
+    the variance of its noise.
 
-    Shapes: ``scores`` (*, B, S); ``uniforms`` (M, *, B), M >= 2, numbers in [0, 1) that decide the
-    draws, in float64 where categories below 1e-7 matter; result (2, *, S, S).
+    Shapes: ``scores`` (*, B, S); ``uniforms`` (M, *, B), M >= 2, numbers in [0, 1) that determine
+    the draws, in float64 if categories with a probability below 1e-7 matter; result (2, *, S, S).
     """
     draws = _scores_at(head, scores, uniforms).tensor_split((len(uniforms) // 2,))
     with without_autocast(scores):
@@ -64,7 +65,7 @@ def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor)
 
 
 def _scores_at(head: CategoricalHead, scores: Tensor, uniforms: Tensor) -> Tensor:
-    """grad_s log p(c), where c is the category at a level of the distribution function in [0, 1).
+    """grad_s log p(c), where c is the category at a quantile in [0, 1).
 
     Shapes: ``scores`` (*, S), ``uniforms`` (M, *), result (M, *, S).
     """
@@ -79,10 +80,10 @@ def _scores_at(head: CategoricalHead, scores: Tensor, uniforms: Tensor) -> Tenso
 
 
 def _category_at(log_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Category at a level of the distribution function, (M, *, K) and (M, *, 1) -> (M, *, 1).
+    """Category at a quantile, (M, *, K) and (M, *, 1) -> (M, *, 1).
 
-    Computed in float64, so that rare categories have the right frequency. ``torch.multinomial``
-    would make the host wait for the device.
+    The computation uses float64, so that rare categories have the correct frequency.
+    ``torch.multinomial`` would make the host wait for the device.
     """
     probs = exp_of_log_probs(log_probs).double()
     if probs.is_cuda:
@@ -98,8 +99,8 @@ def _category_at(log_probs: Tensor, uniforms: Tensor) -> Tensor:
 def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
     """J^T G J, the Fisher matrix in the parameters, from J (*, S, P) and G (*, S, S).
 
-    ``torch.func.jacrev`` gives J; without forming it, ``torch.func.jvp`` and ``vjp`` give J v and
-    J^T v.
+    ``torch.func.jacrev`` computes J. ``torch.func.jvp`` and ``vjp`` compute J v and J^T v without
+    J.
     """
     dtype = torch.promote_types(jacobian.dtype, fisher.dtype)
     with without_autocast(fisher):
@@ -109,8 +110,8 @@ def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
 def off_diagonal_terms(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     r"""Sum over i != j, and over all i and j, of A_ij B_ij, (*, S, S) each -> (*) each.
 
-    For independent estimates A and B of a matrix G these are unbiased estimates of the sums of
-    G_ij^2.
+    If A and B are independent estimates of a matrix G, the results are unbiased estimates of the
+    sums of G_ij^2.
     """
     products = one * other
     total = products.sum((-2, -1))
@@ -126,12 +127,16 @@ def mass_of_terms(off: Tensor, total: Tensor) -> Tensor:
 def off_diagonal_mass(fisher: Tensor, norm: str = "fro", other: Tensor | None = None) -> Tensor:
     """Share of a matrix that lies off its diagonal, (*, S, S) -> (*), between 0 and 1.
 
-    ``fro`` is the Frobenius norm off the diagonal divided by that of the whole matrix. ``l1`` is
-    the ratio of the sums of |G_ij|; for softmax it is 1/2 for all scores, because the rows of its G
-    sum to zero. A zero matrix and a 1 x 1 matrix have mass 0.
+    With ``"fro"``, it is the Frobenius norm of the off-diagonal entries divided by the Frobenius
+    norm of the matrix. With ``"l1"``, it is the ratio of the sums of |G_ij|. For softmax, this
+    ratio is 1/2 for all scores, because the rows of its G sum to zero. A zero matrix and a 1 x 1
+    matrix have mass 0.
 
-    With ``other``, an estimate of the same matrix from other draws, the share has no floor from the
-    noise of the draws: products of the two estimates take the place of squares ("fro" only).
+    Args:
+        fisher: Fisher matrices.
+        norm: ``"fro"`` or ``"l1"``.
+        other: a second, independent estimate of the matrix, only for ``"fro"``. Products of the two
+            estimates replace squares, so that noise does not add off-diagonal mass.
 
     >>> off_diagonal_mass(torch.tensor([[0.25, -0.25], [-0.25, 0.25]]))
     tensor(0.7071)
@@ -154,9 +159,10 @@ def off_diagonal_mass(fisher: Tensor, norm: str = "fro", other: Tensor | None = 
 def condition_number(fisher: Tensor) -> Tensor:
     """Largest over smallest eigenvalue on the support of G, (*, S, S) -> (*).
 
-    Eigenvalues up to 1e-6 times the largest count as zero: softmax's G always has one, and
-    unreachable nodes and impossible categories give more. A zero matrix has condition number 1. The
-    result is NaN for a matrix that is not finite, or whose eigenvalues the solver does not find.
+    Eigenvalues up to 1e-6 times the largest eigenvalue count as zero. Softmax's G always has a zero
+    eigenvalue, and unreachable nodes and impossible categories add more. A zero matrix has
+    condition number 1. The result is NaN if the matrix is not finite or the eigenvalue solver
+    fails.
     """
     fisher = at_least_float32(fisher)
     finite = fisher.isfinite().all(-1).all(-1)

@@ -1,7 +1,7 @@
-r"""Random graphs, gradients of the energy score of predictions with them, and graph convolutions.
+r"""Random graphs, gradients of the energy score of their predictions, and graph convolutions.
 
-A graph is a matrix A of 0 and 1. A_ji = 1 is an edge from node j to node i, which is present with
-probability θ_ji, independently of the other edges. M graphs are drawn for a whole batch. The
+A graph is a matrix A of 0 and 1. A_ji = 1 is an edge from node j to node i. It is present with
+probability θ_ji, independently of the other edges. All rows of a batch share M sampled graphs. The
 outputs with graph A_m are f_m, and the loss is the mean over the batch of
 
 .. math:: \frac1M \sum_m |f_m - y| - \frac1{2M(M-1)} \sum_{m \neq n} |f_m - f_n|.
@@ -20,13 +20,13 @@ from catnat.numerics import at_least_float32, can_branch_on, uniform, without_au
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_FLIPPED_AT_ONCE = 2**22  # number of distances in the local expectation
+_FLIPPED_AT_ONCE = 2**22  # most distances that the local expectation computes at once
 
 
 def sample_graphs(
     theta: Tensor, num_samples: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """M graphs with edge probabilities θ, without gradient, (N, N) -> (M, N, N).
+    """Sample M graphs with edge probabilities θ, without a gradient, (N, N) -> (M, N, N).
 
     >>> sample_graphs(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), 1)
     tensor([[[0., 1.],
@@ -38,16 +38,16 @@ def sample_graphs(
 
 
 def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) -> Tensor:
-    r"""Unbiased gradient of the expected energy score in the log-odds of θ, by score function.
+    r"""Unbiased score-function gradient of the expected energy score in the log-odds of θ.
 
     .. math:: \sum_m c_m \nabla \log p(A_m), \quad
         c_m = \frac1M \left[ |f_m - y| - b_m - \left( \frac{r_m}{M-1} - p_m \right) \right]
 
     r_m is the sum of the distances |f_m - f_n|. The baselines come from the other graphs: b_m is
-    their mean error, p_m the mean distance (S - 2 r_m) / ((M-1)(M-2)) of the pairs without m, where
-    S is the sum of all distances. The c_m sum to zero, so the gradient is sum_m c_m A_m; and an
-    edge on which all graphs agree gets exactly zero instead of a rounding error, which Adam would
-    amplify.
+    their mean error, and p_m is the mean distance (S - 2 r_m) / ((M-1)(M-2)) of the pairs without
+    m, where S is the sum of all distances. The c_m sum to zero, so the gradient is sum_m c_m A_m.
+    If all graphs agree on an edge, its gradient is exactly zero instead of a rounding error that
+    Adam would amplify.
 
     To train θ, minimize ``(direction * (log θ - log(1 - θ))).sum()``.
 
@@ -73,12 +73,12 @@ def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) ->
 def local_expectation_direction(
     messages: Tensor, outputs: Tensor, target: Tensor, graphs: Tensor, num_flips: int
 ) -> Tensor:
-    r"""Unbiased gradient of the expected energy score in θ, with every edge flipped in turn.
+    r"""Unbiased local expectation gradient of the expected energy score in θ.
 
     If y_i = sum_j A_ji z_j with messages z, flipping the edge j -> i of a sampled graph adds ±z_j
-    to the output of node i and changes no other output. The differences of the losses with and
-    without each edge follow for all N^2 edges at once. Their mean is the gradient in θ_ji, also for
-    edges that are never sampled.
+    to the output of node i and changes no other output. The differences between the losses with and
+    without an edge are therefore available for all N^2 edges at once. Their mean is the gradient in
+    θ_ji, including edges that are never sampled.
 
     To train θ, minimize ``(direction * θ).sum()``.
 
@@ -91,9 +91,9 @@ def local_expectation_direction(
         outputs: predictions (f_m).
         target: observations (y).
         graphs: sampled graphs (A_m).
-        num_flips: number of graphs that are flipped for each pair (x, y), 1 to M. Pairs take turns,
-            so that all graphs are used. In the second term of the energy score each graph is
-            compared with the next one.
+        num_flips: number of graphs whose edges are flipped for each pair (x, y), 1 to M. The pairs
+            of a batch use different graphs in turn. In the second term of the energy score, each
+            graph is compared with the next graph.
 
     References:
         Titsias and Lázaro-Gredilla, Local Expectation Gradients for Black Box Variational
@@ -121,8 +121,8 @@ def local_expectation_direction(
 def flip_gains(messages: Tensor, residual: Tensor, sign: Tensor) -> Tensor:
     """|r| with an edge present minus |r| with it absent, summed over F graphs of B pairs each.
 
-    Shapes: ``messages`` (B, N, D), ``residual`` r (F, B, N, D), ``sign`` (F, B, N, N), which is
-    1 for edges that are absent and -1 for those that are present, result (N, N).
+    Shapes: ``messages`` (B, N, D), ``residual`` r (F, B, N, D), ``sign`` (F, B, N, N) with 1 for
+    absent edges and -1 for present edges, result (N, N).
     """
     squared = residual.square().sum((-2, -1))[..., None, None]  # (F, B, 1, 1)
     with without_autocast(messages):
@@ -130,7 +130,7 @@ def flip_gains(messages: Tensor, residual: Tensor, sign: Tensor) -> Tensor:
     change.mul_(sign).mul_(2).add_(messages.square().sum(-1, keepdim=True))
     flipped = (change + squared).clamp_min_(0).sqrt_()
     flipped.add_(squared.sqrt()).clamp_min_(torch.finfo(change.dtype).tiny)
-    # |r'| - |r| = (|r'|^2 - |r|^2) / (|r'| + |r|), which does not cancel.
+    # |r'| - |r| = (|r'|^2 - |r|^2) / (|r'| + |r|) avoids cancellation.
     return change.div_(flipped).mul_(sign).sum((0, 1))
 
 
@@ -140,11 +140,11 @@ def flip_gains(messages: Tensor, residual: Tensor, sign: Tensor) -> Tensor:
 class GCN(nn.Module):
     r"""One linear graph convolution without normalization, y = Aᵀ x W, on M graphs at once.
 
-    A_ji = 1 is an edge from j to i. The result is that of torch-geometric's
-    ``GCNConv(normalize=False, add_self_loops=False, bias=False)``, computed as one matrix product
-    for all pairs of an input and a graph. The dense convolutions of torch-geometric do not compute
-    it: ``DenseGCNConv`` normalizes, ``DenseGraphConv`` has a root weight, and both take one graph
-    for each input.
+    A_ji = 1 is an edge from j to i. The result equals torch-geometric's
+    ``GCNConv(normalize=False, add_self_loops=False, bias=False)``, but one matrix product computes
+    it for all pairs of an input and a graph. The dense convolutions of torch-geometric compute
+    other functions: ``DenseGCNConv`` normalizes, ``DenseGraphConv`` has a root weight, and both use
+    one graph per input.
 
     Args:
         in_features: number of features of each node.
@@ -174,25 +174,25 @@ class GCN(nn.Module):
         messages = self.messages(x)
         B, N, D = messages.shape
         M = graphs.shape[0]
-        # Both are contiguous: a transposed operand is a hundred times slower on ARM processors.
+        # Both are contiguous: on ARM processors, transposed operands are a hundred times slower.
         rows = graphs.mT.reshape(M * N, N)
         columns = messages.transpose(0, 1).reshape(N, B * D)
         return (rows @ columns).reshape(M, N, B, D).transpose(1, 2)
 
 
 class GraphConvolution(nn.Module):
-    """Applies a network of torch-geometric to M graphs at once, in place of :class:`GCN`.
+    """Applies a network of torch-geometric to M graphs at once.
 
-    A sparse network is called as ``conv(x, edge_index)``, with the B M graphs as one graph that has
-    B M parts, as in a torch-geometric ``Batch``. If its ``forward`` requires ``edge_weight``, all
-    weights are 1. If it accepts ``batch``, it receives the part of each node. A dense network is
-    called as ``conv(x, adj)``, with the graphs as a batch.
+    It replaces :class:`GCN`. A sparse network is called as ``conv(x, edge_index)``, with the B M
+    graphs as one graph of B M components, as in a torch-geometric ``Batch``. If its ``forward``
+    requires ``edge_weight``, all weights are 1. If it accepts ``batch``, it receives the component
+    of each node. A dense network is called as ``conv(x, adj)``, with the graphs as a batch.
 
     Args:
-        conv: a convolution, or any module with its arguments.
-        sparse: whether it takes ``edge_index`` instead of an adjacency matrix.
+        conv: a convolution, or any module with the arguments of a convolution.
+        sparse: whether ``conv`` expects ``edge_index`` instead of an adjacency matrix.
 
-    Shapes: those of :class:`GCN`.
+    Shapes: as in :class:`GCN`.
     """
 
     def __init__(self, conv: nn.Module, sparse: bool) -> None:
@@ -234,12 +234,12 @@ class GraphConvolution(nn.Module):
 
 
 def as_predictor(module: nn.Module) -> nn.Module:
-    """Return a module that takes x and M graphs at once: the module itself or a wrapper.
+    """Return a module that accepts x and M graphs at once: the module itself or a wrapper.
 
-    The name of the second argument of ``module.forward`` selects the kind. ``edge_index`` is a
-    sparse network and ``adj`` a dense one, as in torch-geometric; ``graphs`` takes (x, graphs)
-    directly. With any other name the module is a sparse network if it contains a convolution of
-    torch-geometric.
+    The name of the second argument of ``module.forward`` selects the kind of network. As in
+    torch-geometric, ``edge_index`` means a sparse network and ``adj`` a dense network. With
+    ``graphs``, the module is called directly with (x, graphs). With any other name, the module is
+    treated as a sparse network if it contains a convolution of torch-geometric.
     """
     if isinstance(module, GCN | GraphConvolution):
         return module
@@ -279,8 +279,8 @@ def as_pair(batch: Any, num_nodes: int) -> tuple[Tensor, Tensor]:
     """x (B, N, D) and y (B, N, E) of a batch of B pairs.
 
     Args:
-        batch: a pair (x, y), or the ``Data`` or ``Batch`` of torch-geometric, whose x and y have a
-            row for each node. Its ``edge_index`` is not used, because the graph is learned.
+        batch: a pair (x, y), or a ``Data`` or ``Batch`` of torch-geometric with one row of x and y
+            per node. Its ``edge_index`` is ignored, because the graph is learned.
         num_nodes: number of nodes of every graph (N).
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
@@ -315,12 +315,12 @@ def _missing(batch: Any, **values: Any) -> str:
 def as_data(edges: Tensor, threshold: float = 0.5) -> "Data":
     """Convert edge probabilities, or a matrix of 0 and 1, to torch-geometric's ``Data``.
 
-    ``edge_index`` (2, E) contains the edges whose entry is at least the threshold, sources first,
-    and ``edge_weight`` (E,) their entries.
+    ``edge_index`` (2, E) contains the edges whose entry is at least the threshold, with sources in
+    the first row. ``edge_weight`` (E,) contains these entries.
 
     Args:
-        edges: (N, N), row j, column i for the edge from node j to node i.
-        threshold: smallest entry of an edge, in (0, 1].
+        edges: matrix (N, N) with the edge from node j to node i in row j, column i.
+        threshold: smallest entry that counts as an edge, in (0, 1].
 
     >>> as_data(torch.tensor([[0.0, 0.9], [0.2, 0.6]])).edge_index.tolist()
     [[0, 1], [1, 1]]

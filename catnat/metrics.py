@@ -1,4 +1,4 @@
-"""Diagnostics as torchmetrics, which add up correctly over batches and ranks."""
+"""Diagnostics as torchmetrics that are exact over batches and ranks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,20 +14,20 @@ _BINS = 10  # of edge probabilities, in the calibration error
 
 
 class FisherOffDiagonalMass(Metric):
-    """Off-diagonal mass of the mean of all Fisher matrices that were added.
+    """Off-diagonal mass of the mean of all added Fisher matrices.
 
-    The matrices are exact ones, or two independent estimates of each of them, as
-    :func:`catnat.fisher.paired_mean_fishers` makes them from draws: then the mass is the empirical
-    one, ``fim/off_diagonal_mass`` of the monitors, without a floor from noise.
+    Add exact matrices, or two independent estimates of each matrix, as returned by
+    :func:`catnat.fisher.paired_mean_fishers`. With two estimates, the result is the empirical mass,
+    ``fim/off_diagonal_mass`` of the monitors, without a noise floor.
 
-    The state is the *sum of matrices*: batches and ranks are added first and the ratio is taken
-    last. A mean of ratios would depend on how the data were cut. Over ranks use
-    ``update -> compute -> reset``; ``metric(x)`` returns each rank's own batch value.
+    The state is the *sum of matrices*. The ratio is computed after the sum over batches and ranks,
+    because a mean of ratios would depend on how the data are split. On several ranks, use
+    ``update -> compute -> reset``; ``metric(x)`` returns the value of the batch on each rank.
 
     Args:
-        num_scores: S.
+        num_scores: number of scores (S).
         norm: ``"fro"`` or ``"l1"``, see :func:`catnat.fisher.off_diagonal_mass`.
-        kwargs: passed to ``torchmetrics.Metric``.
+        kwargs: arguments of ``torchmetrics.Metric``.
 
     >>> metric = FisherOffDiagonalMass(num_scores=2)
     >>> metric.update(torch.tensor([[0.25, -0.25], [-0.25, 0.25]]))
@@ -52,10 +52,11 @@ class FisherOffDiagonalMass(Metric):
         """Add matrices.
 
         Args:
-            fisher: (*, S, S); leading dimensions are summed over.
-            weight: how many rows each matrix is a mean of, as with ``head.mean_fisher(scores)``.
-            other: estimates of the same matrices from other draws, (*, S, S); None if the matrices
-                are exact. Exact matrices and estimates are not mixed.
+            fisher: matrices (*, S, S), summed over the leading dimensions.
+            weight: number of rows in the mean that each matrix is, as in
+                ``head.mean_fisher(scores)``.
+            other: second, independent estimates of the matrices, (*, S, S); None for exact
+                matrices. Do not mix exact matrices and estimates.
         """
         if other is not None and self.norm != "fro":
             raise ValueError(f"two estimates need norm 'fro', got {self.norm!r}")
@@ -82,12 +83,12 @@ class FisherOffDiagonalMass(Metric):
 class RowMeans(Metric):
     """Means of several values over all rows of all batches and ranks.
 
-    Sums and the number of rows are added over batches and ranks, and divided last. A rank may have
-    no rows at all.
+    Sums and numbers of rows are added over batches and ranks before the division. A rank may have
+    no rows.
 
     Args:
         shapes: shape of the value of one row, by name.
-        kwargs: passed to ``torchmetrics.Metric``.
+        kwargs: arguments of ``torchmetrics.Metric``.
 
     >>> means = RowMeans({"loss": ()})
     >>> means.update(2, loss=torch.tensor(3.0))
@@ -109,7 +110,12 @@ class RowMeans(Metric):
             self.add_state(f"sum_of_{name}", zeros, dist_reduce_fx="sum")
 
     def update(self, rows: int, **sums: Tensor) -> None:
-        """Add so many rows, with every value summed over these rows."""
+        """Add rows.
+
+        Args:
+            rows: number of rows.
+            sums: sum of each value over these rows, by name.
+        """
         if rows and set(sums) != set(self.names):
             raise ValueError(f"expected sums of {self.names}, got {tuple(sums)}")
         self.count += rows
@@ -122,30 +128,31 @@ class RowMeans(Metric):
         self.update(count, **{name: values.double().sum(0) for name, values in rows.items()})
 
     def reset(self) -> None:
-        """Forget all rows. No row is a result too, so ``compute`` may follow at once."""
+        """Remove all rows. The empty state is valid, so ``compute`` can follow immediately."""
         super().reset()
         self.update(0)
 
     def compute(self) -> dict[str, Tensor]:
-        """The means in float64, the same on every rank; an empty dictionary if there is no row."""
+        """The means in float64, equal on all ranks; an empty dictionary without rows."""
         if not self.count:
             return {}
         return {name: getattr(self, f"sum_of_{name}") / self.count for name in self.names}
 
 
 def prediction_errors(samples: Tensor, target: Tensor) -> dict[str, Tensor]:
-    r"""Errors of M predictions of each row, (M, B, \*) and (B, \*) -> (B,) each.
+    r"""Errors of M predictions per row, (M, B, \*) and (B, \*) -> (B,) each.
 
-    energy_score is the :func:`~catnat.losses.energy_score` of all predictions of a row as one
-    vector; pp_mae the absolute error of the median of the samples (for even M the lower middle
-    one); pp_mse the squared error of their mean.
+    - ``energy_score``: :func:`~catnat.losses.energy_score` with all predictions of a row as one
+      vector.
+    - ``pp_mae``: absolute error of the median of the samples (the lower median for even M).
+    - ``pp_mse``: squared error of the mean of the samples.
 
     >>> prediction_errors(torch.tensor([[[0.0]], [[2.0]]]), torch.tensor([[3.0]]))
     {'energy_score': tensor([1.]), 'pp_mae': tensor([3.]), 'pp_mse': tensor([4.])}
     """
     samples = samples.flatten(2)
     target = target.flatten(1)
-    # By sorting: on CUDA torch.median has no deterministic implementation. NaN is sorted last.
+    # torch.median has no deterministic implementation on CUDA. Sorting puts NaN last.
     ranked = samples.sort(0).values
     median = torch.where(ranked[-1].isnan(), torch.nan, ranked[(len(ranked) - 1) // 2])
     return {
@@ -161,20 +168,21 @@ def prediction_means(**kwargs: Any) -> RowMeans:
 
 
 def edge_errors(theta: Tensor, truth: Tensor) -> dict[str, Tensor]:
-    """Errors of edge probabilities θ against the true θ*, (*) and (*), scalars each.
+    """Errors of edge probabilities θ compared with the true θ*, (*) and (*) -> scalars.
 
-    theta_mae is the mean absolute error; dead_edges how many true edges (θ* > 0) have θ = 0, which
-    are never sampled and without a gradient. calibration is the expected calibration error: edges
-    are sorted into ten equal bins of θ, for each bin the mean θ is compared with the mean
-    θ*, and the absolute differences are averaged over all edges. It is at most theta_mae: within a
-    bin, errors of different sign cancel.
+    - ``theta_mae``: mean absolute error.
+    - ``dead_edges``: number of true edges (θ* > 0) with θ = 0. Such edges are never sampled and get
+      no gradient.
+    - ``calibration``: expected calibration error. Edges are sorted into ten equal bins of θ. The
+      absolute difference between the mean θ and the mean θ* of a bin is averaged over all edges. It
+      is at most ``theta_mae``, because errors of different sign cancel within a bin.
 
     >>> edge_errors(torch.tensor([0.71, 0.79, 0.1]), torch.tensor([0.75, 0.75, 0.4]))
     {'calibration': tensor(0.1000), 'dead_edges': tensor(0.), 'theta_mae': tensor(0.1267)}
     """
     theta = theta.detach().flatten()
     truth = truth.flatten()
-    # A NaN is put into the first bin, and makes the difference of this bin NaN.
+    # NaN goes to the first bin and makes the difference of this bin NaN.
     bins = (theta.double() * _BINS).nan_to_num(0.0).clamp(0, _BINS - 1).long()
     difference = theta.new_zeros(_BINS, dtype=torch.float64)
     difference.index_add_(0, bins, theta.double() - truth.double())

@@ -1,24 +1,24 @@
 """Numerical conventions and helpers.
 
-- Every finite score of every floating dtype gives finite log-probabilities, probabilities that sum
-  to 1, and finite gradients. Where a score or a category is saturated, the gradient is exactly 0.
-  With float16 autocast a steep gradient may overflow, so that a GradScaler can see it.
-- An impossible category has probability exactly 0 and the log-probability :data:`LOG_ZERO`, which
+- Finite scores of every floating dtype give finite log-probabilities, probabilities that sum to 1,
+  and finite gradients. Saturated scores and categories have gradient exactly 0. With float16
+  autocast, a steep gradient may overflow, so that a GradScaler can detect it.
+- An impossible category has probability exactly 0. Its log-probability is :data:`LOG_ZERO`, which
   is finite, so that 0 * log 0 = 0.
-- Half precision is computed in float32; matrix products turn autocast off.
-- This module handles floors, ``0 * log 0`` and logarithms of 0. Kernels follow it.
+- Half precision is computed in float32, and matrix products turn autocast off.
+- This module defines floors, ``0 * log 0`` and logarithms of 0. Kernels follow it.
 - Code reads the values of a tensor only if that does not wait for a device, see
-  :func:`can_branch_on`. Otherwise invalid values become NaN, never a wrong number.
+  :func:`can_branch_on`. Otherwise, invalid values become NaN and never a wrong number.
 
-Scores that are not finite follow the same rule in every implementation and dtype:
+Every implementation and dtype treats scores that are not finite as follows:
 
-- A result that depends on a NaN score is NaN: the whole row in softmax and sparsemax, and in a tree
-  the categories and nodes below the score's node. A NaN score does not count as saturated. On
-  the CPU, calling a head raises a ValueError instead, unless validation is turned off.
-- catnat: an infinite score makes one side of its node certain and the other one impossible. Its
+- A result that depends on a NaN score is NaN. In softmax and sparsemax, this is the whole row. In a
+  tree, it is the categories and nodes below the node of the score. A NaN score does not count as
+  saturated. On the CPU, calling a head raises a ValueError instead, unless validation is off.
+- Trees: an infinite score makes one side of its node certain and the other side impossible. Its
   gradient is 0.
-- softmax and sparsemax: a score of -inf is an impossible category, and gets no gradient. A row
-  with +inf, or with -inf alone, has no limit and is NaN.
+- Softmax and sparsemax: a score of -inf is an impossible category and gets no gradient. A row with
+  +inf, or with only -inf, is NaN.
 """
 
 import math
@@ -37,9 +37,10 @@ _FUNCTORCH = torch._C._functorch  # looked up once, because every call of a head
 LOG_ZERO = -1000.0
 """Log-probability of an impossible category.
 
-It is finite, so that sums, differences and masks stay finite. ``exp`` of it is exactly 0 in every
-floating dtype. Natural and sparsemax reach about -40 in float32 and -80 in float64 before they
-saturate. Only softmax and sigmoid, whose logarithms fall linearly, reach lower values.
+It is finite, so that sums, differences and masks stay finite. Its ``exp`` is exactly 0 in every
+floating dtype. The log-probabilities of natural and sparsemax reach about -40 in float32, and -80
+in float64, before they saturate. Only softmax and sigmoid reach lower values, because their
+log-probabilities decrease linearly.
 """
 
 
@@ -88,9 +89,9 @@ def log_never(dtype: torch.dtype) -> float:
 
 
 def floored_sums(sums: Tensor) -> Tensor:
-    """Log-probabilities from sums along paths; :data:`LOG_ZERO` where a step was impossible.
+    """Log-probabilities from sums along paths; :data:`LOG_ZERO` if a step is impossible.
 
-    The gradient is that of the sum.
+    The gradient is the gradient of the sum.
     """
     impossible = sums < log_never(sums.dtype) / 2
     if can_branch_on(sums) and not bool(impossible.any()):
@@ -131,13 +132,13 @@ def floored(log_probs: Tensor) -> Tensor:
 def exp_of_log_probs(log_probs: Tensor) -> Tensor:
     """``exp`` of log-probabilities in float32 or float64, exactly 0 for impossible categories.
 
-    On the CPU ``exp`` takes fifty times longer if its result underflows, as it does for impossible
-    categories. They are therefore clamped first and set to 0 afterwards.
+    On the CPU, ``exp`` takes fifty times longer if its result underflows. Impossible categories are
+    therefore clamped first and set to 0 afterwards.
     """
     if not can_branch_on(log_probs):
         return log_probs.exp()
     smallest = torch.finfo(log_probs.dtype).smallest_normal
-    probs = log_probs.clamp_min(math.log(smallest) + 1).exp()  # e times the smallest one, or more
+    probs = log_probs.clamp_min(math.log(smallest) + 1).exp()  # at least e times smallest
     return F.threshold(probs, 3 * smallest, 0.0)
 
 
@@ -149,7 +150,7 @@ def common_shape(values: torch.Size, batch: torch.Size) -> torch.Size:
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Elements of the last dimension, x (*, S) and index (*, H), which broadcast -> (*, H).
+    """Select elements of the last dimension, x (*, S) and index (*, H), which broadcast -> (*, H).
 
     The gradient has the size of x, even if many rows of index broadcast with one row of x.
     """

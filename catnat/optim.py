@@ -1,4 +1,4 @@
-"""RowAdam: Adam for parameters of which a step uses few rows, such as those of an output layer.
+"""RowAdam, a variant of Adam for layers in which a step uses few rows, such as output layers.
 
 >>> from catnat import TreeLinear
 >>> from catnat.optim import RowAdam
@@ -21,30 +21,30 @@ _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class RowAdam(torch.optim.Optimizer):
-    r"""Adam that updates the rows with a gradient, and no other row or moment.
+    r"""Adam that updates only the rows with a gradient, and their moments.
 
-    The rule is that of ``torch.optim.SparseAdam``: the moments of a row decay in the steps in which
-    the row has a gradient. With the row's gradient g and the number t of the step,
+    It uses the rule of ``torch.optim.SparseAdam``: the moments of a row decay only in steps in
+    which the row has a gradient. For the gradient g of a row in step t,
 
     .. math::
         m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad v \leftarrow \beta_2 v + (1 - \beta_2) g^2,
         \quad w \leftarrow w - \alpha \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t}
         \frac{m}{\sqrt{v} + \epsilon}
 
-    Unlike ``SparseAdam`` it also takes dense gradients. A row of zeros then counts as a row without
-    a gradient: :class:`catnat.TreeLinear` on CUDA gives such rows to the nodes that no target
-    passes. On CUDA one kernel finds the other rows and updates them. Where every row has a
-    gradient, this is Adam, with epsilon inside the bias correction.
+    Unlike ``SparseAdam``, it also supports dense gradients. A row of zeros then counts as a row
+    without a gradient. On CUDA, :class:`catnat.TreeLinear` computes such rows for nodes that no
+    target passes, and one kernel finds and updates the remaining rows. If every row has a gradient,
+    this optimizer is Adam with epsilon inside the bias correction.
 
-    The rows of a parameter are the entries of its first dimension; an entry of a bias is a row. A
-    sparse gradient has sparse rows, as those of ``nn.Embedding(sparse=True)`` and of
-    ``TreeLinear(sparse=True)`` have. There is no weight decay, which would move every row.
+    The rows of a parameter are the entries of its first dimension; each entry of a bias is a row.
+    Sparse gradients must have sparse rows, like the gradients of ``nn.Embedding(sparse=True)`` and
+    ``TreeLinear(sparse=True)``. There is no weight decay, because it would change every row.
 
     Args:
-        params: parameters or groups of them.
+        params: parameters or parameter groups.
         lr: learning rate.
-        betas: decay of the two moments in a step, 0 to 1.
-        eps: number added to the root of the second moment.
+        betas: decay rates of the two moments, in [0, 1).
+        eps: term added to the square root of the second moment.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class RowAdam(torch.optim.Optimizer):
         """Update the rows that have a gradient.
 
         Args:
-            closure: a function that computes the loss and its gradients again.
+            closure: function that computes the loss and its gradients again.
 
         Returns:
-            The loss of the closure, None without one.
+            The loss of the closure; None without a closure.
         """
         loss = None
         if closure is not None:
@@ -125,23 +125,23 @@ def update_rows_plainly(
     beta2: float,
     eps: float,
 ) -> None:
-    """Update rows of a parameter and of its moments in place, in plain torch.
+    """Update rows of a parameter and its moments in place, in plain torch.
 
     Args:
-        param: the parameter, (S, *).
+        param: parameter, (S, *).
         grad: gradients of the rows, (n, *).
-        rows: their numbers, all different, (n,) int64.
-        mean: the first moment, (S, *).
-        square: the second moment, (S, *).
-        size: learning rate with the corrections of both moments.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        eps: number added to the root of the second moment.
+        rows: indices of the rows, without repetitions, (n,) int64.
+        mean: first moment, (S, *).
+        square: second moment, (S, *).
+        size: learning rate times the bias corrections of both moments.
+        beta1: decay rate of the first moment.
+        beta2: decay rate of the second moment.
+        eps: term added to the square root of the second moment.
     """
     param, mean, square = (x if x.dim() else x[None] for x in (param, mean, square))
     old_mean = mean[rows]
     old_square = square[rows]
-    # Written as torch.optim.SparseAdam computes it, to the last bit.
+    # This order of operations gives the results of torch.optim.SparseAdam bit for bit.
     new_mean = grad.sub(old_mean).mul_(1 - beta1).add_(old_mean)
     new_square = grad.pow(2).sub_(old_square).mul_(1 - beta2).add_(old_square)
     mean.index_copy_(0, rows, new_mean)
@@ -150,7 +150,7 @@ def update_rows_plainly(
 
 
 def _is_fused(param: Tensor, grad: Tensor, *moments: Tensor) -> bool:
-    """Whether the Triton kernel takes these tensors."""
+    """Whether the Triton kernel supports these tensors."""
     tensors = (param, grad, *moments)
     return (
         HAS_TRITON

@@ -1,4 +1,4 @@
-"""A layer that turns features into codes of a codebook, by the distribution of a head."""
+"""A layer that quantizes features with a codebook and the distribution of a head."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
@@ -32,9 +32,9 @@ class Quantized(NamedTuple):
     """Output of :class:`Quantizer`.
 
     Attributes:
-        quantized: vectors of the codes, in the shape of the input.
-        indices: codes, int64, in the shape of the input without ``dim``; -1 where masked.
-        loss: weighted divergence from the uniform distribution, a scalar; add it to your loss.
+        quantized: vectors of the codes, with the shape of the input.
+        indices: codes (int64), with the shape of the input without ``dim``; -1 at masked positions.
+        loss: weighted divergence from the uniform distribution, a scalar. Add it to your loss.
     """
 
     quantized: Tensor
@@ -43,25 +43,24 @@ class Quantized(NamedTuple):
 
 
 class Quantizer(nn.Module):
-    r"""Replaces each feature vector by one of K vectors of a codebook.
+    r"""Replaces each feature vector with one of K vectors of a codebook.
 
-    A linear layer computes the scores of a head from the features, and the head returns the
-    distribution q of the code. In training the code is a sample of q, and the estimator gives
-    it a gradient. The vector of the code is a row of the codebook, which the loss behind
-    the layer trains. There is no nearest neighbor, no commitment loss and no moving average of
-    the codebook. In their place the loss of the layer is
+    A linear layer computes scores from the features, and a head turns them into the distribution q
+    of the code. In training mode, the code is a sample of q with the gradient of the estimator. The
+    vector of a code is a row of the codebook, which the loss of your model trains. The layer uses
+    no nearest neighbors, commitment loss or moving average of the codebook. Instead, its loss
 
     .. math:: \mathrm{loss} = w \cdot \mathrm{mean}\, KL(q \,\|\, \mathrm{uniform}),
 
-    in nats for each position, which keeps codes in use.
+    in nats per position, keeps codes in use.
 
-    The tokens of an input are the likeliest codes, or samples of q with ``tokens="sample"``.
-    :meth:`encode` returns tokens, and so does a call in eval mode. A call in training mode
-    returns the samples whose vectors it returns. With ``estimator="relaxed"`` the vectors are
-    mixtures in training, and the indices are their largest parts.
+    The tokens of an input are the most likely codes, or samples of q with ``tokens="sample"``.
+    :meth:`encode` and calls in eval mode return tokens. A call in training mode returns the sampled
+    codes and their vectors. With ``estimator="relaxed"``, the vectors in training are mixtures, and
+    the indices are the codes with the largest weight.
 
-    :attr:`usage` is a moving average of the share of each code among the samples in training,
-    over all processes of ``torch.distributed``.
+    :attr:`usage` is a moving average of the fraction of training samples with each code, over all
+    processes of ``torch.distributed``.
 
     Shapes: x (B, \*, dim), or (B, dim, \*) with ``channel_first``; indices (B, \*).
 
@@ -69,16 +68,17 @@ class Quantizer(nn.Module):
         num_codes: number of codes (K).
         dim: width of the features and of the vectors in the codebook.
         head: a name from ``catnat.head_names()``, or a head with K categories.
-        estimator: gradient of the samples, see
+        estimator: gradient estimator, see
             :meth:`~catnat.distributions.HeadCategorical.rsample`.
-        temperature: temperature of "gumbel", "gumbel-rao" and "relaxed"; None: 0.5. A schedule
-            may set the attribute ``temperature``, a number or a tensor.
-        num_draws: relaxed samples for each sample of "gumbel-rao"; None: 8.
+        temperature: temperature for "gumbel", "gumbel-rao" and "relaxed" (default: 0.5). A schedule
+            may set the attribute ``temperature`` to a number or a tensor.
+        num_draws: number of relaxed samples per sample, for "gumbel-rao" (default: 8).
         kl_weight: weight of the divergence (w).
-        channel_first: the features are in dimension 1, as in the maps of a convolution.
-        tokens: ``"likeliest"`` or ``"sample"``, the codes that are the tokens of an input.
-        dead_below: codes with a usage below ``dead_below / num_codes`` are dead. 0 never resets a
-            code; otherwise a call in training mode resets dead codes every ``reset_every`` calls.
+        channel_first: whether the features are in dimension 1, as in convolutional networks.
+        tokens: ``"likeliest"`` or ``"sample"``; the kind of tokens.
+        dead_below: threshold for dead codes, as a fraction of uniform usage. Codes with a usage
+            below ``dead_below / num_codes`` are reset every ``reset_every`` training calls. With 0,
+            codes are never reset.
         reset_every: number of training calls between resets.
         head_options: options of the head, such as ``mix``.
 
@@ -140,9 +140,9 @@ class Quantizer(nn.Module):
         """Quantize features.
 
         Args:
-            x: (B, *, dim), or (B, dim, *) with ``channel_first``.
-            mask: (B, *) bool, True at positions that count. The other positions have vectors of
-                zeros and indices of -1, and no part in the loss and the usage.
+            x: features, (B, *, dim), or (B, dim, *) with ``channel_first``.
+            mask: positions to use, (B, *) bool. Masked positions have zero vectors and index -1,
+                and do not contribute to the loss and the usage.
         """
         features = self._channels_last(x)
         q = self.head(self.to_scores(features))
@@ -169,18 +169,18 @@ class Quantizer(nn.Module):
         return Quantized(self._as_input(vectors), indices, self.kl_weight * mean_kl)
 
     def distribution(self, x: Tensor) -> HeadCategorical:
-        """Distribution of the code at each position, of batch shape (B, *)."""
+        """Distribution of the code at each position, with batch shape (B, *)."""
         return self.head(self.to_scores(self._channels_last(x)))
 
     @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
-        """Tokens of the features, (B, *) int64, the same in training and eval mode."""
+        """Tokens of the features, (B, *) int64, in training and eval mode alike."""
         return self._tokens(self.distribution(x))
 
     def decode_indices(self, indices: Tensor) -> Tensor:
         """Vectors of codes, (B, *) -> (B, *, dim), or (B, dim, *) with ``channel_first``.
 
-        The vector of -1, the index of a masked position, is zero.
+        Index -1, which marks a masked position, gives a zero vector.
         """
         if can_branch_on(indices) and indices.numel():
             low, high = indices.aminmax()
@@ -205,11 +205,12 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def reset_dead_codes(self, x: Tensor, mask: Tensor | None = None) -> int:
-        """Bring dead codes back into use; returns their number.
+        """Reset dead codes, and return their number.
 
-        The bias of the scores moves so that a dead code has on average the probability 1 / K for
-        these features. Its vector becomes that of a code in use, with 1 % noise. Optimizers keep
-        their state. Call it on all processes alike.
+        A reset changes the bias of the scores so that each dead code has probability 1 / K on
+        average over these features. The vector of the code becomes a copy of the vector of a code
+        in use, with 1 % noise. The state of optimizers does not change. If you use several
+        processes, call this method on all of them.
 
         Args:
             x: features, as in a call of the layer.
@@ -218,7 +219,7 @@ class Quantizer(nn.Module):
         return self._reset(self.distribution(x), mask)
 
     def extra_repr(self) -> str:
-        """Sizes and options, for ``print(quantizer)``."""
+        """Sizes and estimator, for ``print(quantizer)``."""
         return f"num_codes={self.num_codes}, dim={self.dim}, estimator={self.estimator!r}"
 
     def _estimator_options(self) -> dict[str, Any]:
@@ -280,7 +281,7 @@ class Quantizer(nn.Module):
         after = torch.where(dead, before.clamp_min(1 / self.num_codes), before)
         after = after / after.sum()
         shift = self.head.inverse(after) - self.head.inverse(before)
-        # .data: a call of this layer earlier in the same step may still need the old values.
+        # .data: an earlier call of this layer in the same step may still need the old values.
         self.to_scores.bias.data += shift.to(self.to_scores.bias)
         self.codebook.weight.data[dead] = self._vectors_in_use(~dead, count)
         self.usage[dead] = 1 / self.num_codes
@@ -288,7 +289,7 @@ class Quantizer(nn.Module):
         return count
 
     def _vectors_in_use(self, in_use: Tensor, count: int) -> Tensor:
-        """Vectors of codes drawn by their usage, with noise, alike on all processes."""
+        """Vectors of codes drawn by usage, with noise, equal on all processes."""
         codes = torch.multinomial(self.usage * in_use, count, replacement=True)
         vectors = self.codebook.weight[codes]
         vectors = vectors + _NOISE * self.codebook.weight.std() * torch.randn_like(vectors)

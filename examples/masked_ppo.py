@@ -1,8 +1,8 @@
-"""PPO with masks of actions: find short ways on a road map, with and without knowing the roads.
+"""Find short routes on a road map with PPO, with and without action masks.
 
-Each of 32 towns has roads to a few others. An action names the next town; where there is no road, a
-step is lost. An episode ends at the last town, or after 40 steps. ``action_masks()`` says where
-roads lead; HeadPPO finds that method by itself. The picture shows the return over steps.
+Each of 32 towns has roads to a few other towns. An action selects the next town. If there is no
+road to it, the step is lost. An episode ends at the last town or after 40 steps. HeadPPO calls
+``action_masks()``, which returns the towns that a road reaches. The picture shows the returns.
 """
 
 import argparse
@@ -21,14 +21,14 @@ TOWNS, LONGEST, ROLLOUT = 32, 40, 512
 
 
 def road_map():
-    """Roads (32, 32): to the neighbors in a row, and from each town to one by chance."""
+    """Roads (32, 32) between neighboring towns, and from each town to a random town."""
     roads = np.eye(TOWNS, k=1, dtype=bool)
     roads[np.arange(TOWNS), np.random.default_rng(0).integers(TOWNS, size=TOWNS)] = True
     return (roads | roads.T) & ~np.eye(TOWNS, dtype=bool)
 
 
 class Roads(gymnasium.Env):
-    """Every step costs 1, until the last town is reached."""
+    """Each step costs 1 until the agent reaches the last town."""
 
     observation_space, action_space = spaces.Box(0, 1, (TOWNS,)), spaces.Discrete(TOWNS)
     roads = road_map()
@@ -48,7 +48,7 @@ class Roads(gymnasium.Env):
 
 
 def learn(head, masks, steps):
-    """Steps so far and mean returns of the last 100 episodes, after each rollout."""
+    """Number of steps and mean return of the last 100 episodes, after each rollout."""
     options = {"policy_kwargs": {"head": head}, "n_steps": ROLLOUT // 8, "learning_rate": 1e-3}
     games, returns = make_vec_env(Roads, 8, seed=0), []
     model = HeadPPO("MlpPolicy", games, masks=masks, seed=0, device="cpu", **options)
@@ -60,8 +60,8 @@ def learn(head, masks, steps):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20_000, help="of all environments together")
-    parser.add_argument("--out", default="masked_ppo.png", help="the picture")
+    parser.add_argument("--steps", type=int, default=20_000, help="total number of steps")
+    parser.add_argument("--out", default="masked_ppo.png", help="picture file")
     args = parser.parse_args()
     out = args.out
     if not (Path(out).parent.is_dir() and out.endswith((".png", ".pdf", ".svg"))):

@@ -1,10 +1,10 @@
-"""Natural gradient from the Fisher matrix, against Adam and plain gradient descent.
+"""Compare the natural gradient with Adam and plain gradient descent.
 
-A table of scores learns which letter follows which, from English text that comes with Python. The
-natural gradient divides by the Fisher matrix, which for a tree head is a division of each entry by
-G_ii. Each method has the best of three learning rates, which fall to 0 over the run. With softmax
-and sigmoid, natural gradient and Adam end about level, ahead of plain gradient descent. With
-natural, Adam's larger rates drive scores into the flat region, and the natural gradient is ahead.
+A table of scores learns to predict the next letter of the English text that comes with Python. The
+natural gradient is the gradient times the inverse Fisher matrix. For a tree head, this is a
+division of each entry by G_ii. Each method uses the best of three learning rates, which decrease to
+0. With softmax and sigmoid, the natural gradient and Adam end with similar losses, ahead of plain
+gradient descent. With natural, Adam's larger rates saturate scores, so the natural gradient leads.
 """
 
 # %%
@@ -39,7 +39,7 @@ train, test = letters.tensor_split([len(letters) * 9 // 10])
 
 
 def count(of: torch.Tensor) -> torch.Tensor:
-    """How often each letter follows each letter, (K, K)."""
+    """Number of times each letter follows each letter, (K, K)."""
     pairs = of[:-1] * K + of[1:]
     return torch.bincount(pairs, minlength=K * K).view(K, K).double()
 
@@ -50,7 +50,7 @@ best = -(tested * (seen / seen.sum(1, keepdim=True)).log()).sum() / tested.sum()
 
 # %%
 def learn(head_name: str, method: str, rate: float) -> list[float]:
-    """Test loss above that of the counted frequencies, every tenth update, in nats a letter."""
+    """Excess test loss over the counted frequencies every ten updates, in nats per letter."""
     torch.manual_seed(0)
     head, excess = make_head(head_name, K), []
     scores = torch.zeros(K, head.num_scores, requires_grad=True)
@@ -59,7 +59,7 @@ def learn(head_name: str, method: str, rate: float) -> list[float]:
         at = torch.randint(len(train) - 1, (BATCH,))
         loss = -head(scores[train[at]]).log_prob(train[at + 1]).mean()
         (scores.grad,) = torch.autograd.grad(loss, scores)
-        if method == "natural gradient":  # of each row, whose share of the batch is divided out
+        if method == "natural gradient":  # per row, without its share of the batch
             share = torch.bincount(train[at], minlength=K).clamp_min(1)[:, None] / BATCH
             scores.grad = head.natural_gradient(scores.detach(), scores.grad / share, DAMPING)
         optimizer.param_groups[0]["lr"] = rate * (1 - step / args.steps)

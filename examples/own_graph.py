@@ -1,9 +1,9 @@
-"""Graph structure from your own data: which node influences which.
+"""Learn from your own data which nodes of a graph influence each other.
 
-Each of twelve nodes sends to itself, to the next one and to one further back, and each message
-arrives with probability 0.8. From pairs (x, y) of what nodes sent and received, the learner finds
-the probability of each of the 144 possible edges. Put your own x and y here, of shapes (pairs,
-nodes, features).
+Each of twelve nodes sends messages to itself, to the next node and to a node further back. A
+message arrives with probability 0.8. From pairs (x, y) of sent and received messages, the learner
+estimates the probability of each of the 144 possible edges. To use your own data, replace x and y,
+with shapes (pairs, nodes, features).
 """
 
 # %%
@@ -34,7 +34,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
 
 # %% [markdown]
-# The data. Row j, column i of `truth` is the probability of an edge from node j to node i.
+# In `truth`, row j, column i is the probability of an edge from node j to node i.
 
 # %%
 NODES, PAIRS = 12, 4000
@@ -46,8 +46,8 @@ arrived = (torch.rand(PAIRS, NODES, NODES) < truth).float()
 y = arrived.mT @ (x @ psi)
 
 # %% [markdown]
-# The learner. Local expectation gradients reach edges that were not sampled; the first steps train
-# the predictor alone.
+# Local expectation gradients reach edges that were not sampled. The first steps train only the
+# predictor.
 
 # %%
 learner = GraphStructureLearner(

@@ -1,9 +1,9 @@
-"""Heads side by side: gradient descent to a uniform distribution.
+"""Compare heads by gradient descent to a uniform distribution.
 
-Every head starts from the same distribution over three categories and follows the plain gradient
-of the cross-entropy. The order of the heads depends on the learning rate. Sparsemax arrives at the
-smallest rate alone, and in the fewest steps there; up to rate 3 softmax is ahead of the catnat
-heads; at rate 5 the catnat heads are; above that sigmoid alone arrives.
+All heads start from one distribution over three categories and minimize the cross-entropy by
+gradient descent. The learning rate decides which head needs the fewest steps. Sparsemax converges
+only at the smallest rate, where it is the fastest head. Up to rate 3, softmax needs fewer steps
+than the tree heads. At rate 5, it needs more. Above rate 5, only sigmoid converges.
 """
 
 # %%
@@ -19,7 +19,7 @@ from catnat.fisher import off_diagonal_mass
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--out", default="quickstart.png", help="picture file")
-parser.add_argument("--steps", type=int, default=300, help="the most steps to take")
+parser.add_argument("--steps", type=int, default=300, help="largest number of steps")
 args = parser.parse_args()
 if not (Path(args.out).parent.is_dir() and args.out.endswith((".png", ".pdf", ".svg"))):
     parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {args.out!r}")
@@ -33,13 +33,13 @@ RATES = (0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 
 
 # %% [markdown]
-# A head has scores for every distribution: `head.inverse` finds them. The KL divergence from the
-# target is the cross-entropy minus the entropy of the target, log K.
+# `head.inverse` computes scores for a distribution. The KL divergence from the target is the
+# cross-entropy minus the entropy of the target, log K.
 
 
 # %%
 def divergences(name: str, rate: float) -> list[float]:
-    """KL(target || head) after 0, 1, 2, ... steps, until it is below 1e-6."""
+    """KL(target || head) after 0, 1, 2, ... steps, up to the first value below 1e-6."""
     head = make_head(name, K)
     scores, found = head.inverse(START), []
     while len(found) <= args.steps:
@@ -54,7 +54,7 @@ def divergences(name: str, rate: float) -> list[float]:
 
 
 # %% [markdown]
-# How far each head is from a diagonal Fisher matrix at the start, and the steps it needs.
+# The off-diagonal mass of each head's Fisher matrix at the start, and the steps that it needs.
 
 # %%
 needed = {}

@@ -1,8 +1,9 @@
-"""A world model with 32 discrete latents of 32 categories, which imagines a bouncing ball.
+"""A world model with 32 discrete latents of 32 categories that imagines a bouncing ball.
 
-As in DreamerV3, a straight-through sample of the latents goes to a decoder and to the dynamics,
-which predict the next latents, and 1 % of the uniform distribution is mixed in. After training, the
-model sees one picture and imagines the next ones. Both heads have one rate: no tuned comparison.
+As in DreamerV3, a decoder and a dynamics network get a straight-through sample of the latents, and
+each latent contains 1 % of the uniform distribution. The dynamics network predicts the next
+latents. After training, the model sees one picture and imagines the next ones. Both heads use one
+learning rate, so this is not a tuned comparison.
 """
 
 import argparse
@@ -26,7 +27,7 @@ if args.steps < 1:
     parser.error(f"--steps must be at least 1, got {args.steps}")
 torch.manual_seed(0)
 FRAMES, LATENTS, K, PIXELS = 8, 32, 32, 12 * 12
-# Balls that walls reflect, (films, T + 1, 2). A picture has this frame and the last one.
+# Positions of balls, (films, T + 1, 2). A picture consists of this frame and the previous one.
 start, speed = torch.randint(9, (500, 1, 2)), torch.randint(2, (500, 1, 2)) * 2 - 1
 ball = 10 - ((start + speed * torch.arange(FRAMES + 1).view(-1, 1)) % 18 - 9).abs()
 place = torch.cartesian_prod(torch.arange(12.0), torch.arange(12.0))

@@ -18,6 +18,25 @@ from measures import (
 from scipy import stats
 from studies import HEADS, TREES
 
+# Names of outputs and layers in the rows, and in the tables of docs/large.md.
+OUTPUTS = {
+    "adaptive-1": "adaptive softmax, one cutoff",
+    "adaptive-2": "adaptive softmax, two cutoffs",
+    "hybrid-1024": "`TreeLinear(..., frequent=1024)`",
+    "hybrid-4096": "`TreeLinear(..., frequent=4096)`",
+    "tree": "`TreeLinear(...)`, a tree alone",
+}
+HYBRIDS = [f"hybrid, F = {F}" for F in (1024, 4096, 8192)]
+LAYERS = {
+    "linear + cross_entropy": "softmax, float32 scores",
+    "linear + cross_entropy in bfloat16": "softmax, bfloat16 scores",
+    "adaptive softmax": "adaptive softmax",
+    "tree sigmoid": "tree alone",
+    HYBRIDS[0]: "`TreeLinear(..., frequent=1024)`",
+    HYBRIDS[1]: "`TreeLinear(..., frequent=4096)`",
+    HYBRIDS[2]: "`TreeLinear(..., frequent=8192)`",
+}
+
 
 def graphs() -> Claims:
     """Energy scores at the rates with the lowest mean validation loss over three seeds."""
@@ -106,32 +125,24 @@ def labels_and_words() -> Claims:
 def output_layers() -> Claims:
     """Quality, time and memory of output layers in README.md and docs/; times of paths."""
     above = studies.output_layers().pivot_table("above", "text", "head")
-    few, many = above["hybrid-1024"], above["hybrid-4096"]
-    one, two = above["adaptive-1"], above["adaptive-2"]
-    texts, equal_time = ["words", "pairs", "docs"], "docs, equal time"
+    many = above["hybrid-4096"]
+    texts = ["words", "pairs", "docs"]
     large = many[texts]
     yield "words.range", large.min(), large.max(), -many["small"]
+    columns = [*texts, "small", "docs, equal time"]
+    yield from rows(above.rename(columns=OUTPUTS)[list(OUTPUTS.values())].loc[columns].T)
     path = "speed/output_layer_frequent_h200.csv"
     time, memory = "forward + backward ms", "memory GB"
     layers = select(path, targets="zipf", commit="b533849").set_index("layer")
-    ms, gb = layers[time], layers[memory]
-    exact, half = "linear + cross_entropy", "linear + cross_entropy in bfloat16"
-    hybrids = [f"hybrid, F = {F}" for F in (1024, 4096, 8192)]
-    yield "layer.linear", layers.loc[[half, exact], [time, memory]]
-    numbers = one["words"], two["words"], one["pairs"], two["docs"], one["small"], two[equal_time]
-    times = layers.loc["adaptive softmax", [time, memory]]
-    yield "layer.adaptive", numbers, times
-    numbers = *many[[*texts, "small"]], *few[[*texts, "small"]], many[equal_time]
-    yield "layer.hybrid", numbers, ms[hybrids], gb[hybrids[1]]
-    uniform = select(path, targets="uniform", commit="b89688e+", layer="tree sigmoid")[time]
-    times = uniform, layers.loc["tree sigmoid", [time, memory]]
-    yield "layer.tree", above.loc[["words", "small"], "tree"], *times
+    yield from rows(layers.rename(index=LAYERS).loc[list(LAYERS.values()), [time, memory]])
+    uniform = select(path, targets="uniform", commit="b89688e+").set_index("layer")
+    yield row("tree alone, uniform targets"), uniform.loc["tree sigmoid", [time, memory]]
     earlier = select(path, targets="zipf", commit="3f28ec5").set_index("layer")[[time, memory]]
-    yield "layer.others", earlier.loc[["cut-cross-entropy", "liger"]]
-    yield "layer.earlier", earlier.loc[exact, time]
+    yield from rows(earlier.loc[["cut-cross-entropy", "liger"]])
+    yield "layer.earlier", earlier.loc["linear + cross_entropy", time]
     columns = ["sample ms, batch 1", "MB a sample, batch 1", "sample ms, batch 64"]
-    draws = layers.loc[[exact, "tree sigmoid", *hybrids[:2]], columns]
-    yield "layer.draws", draws.T
+    draws = layers.loc[["linear + cross_entropy", "tree sigmoid", *HYBRIDS[:2]], columns]
+    yield from rows(draws.rename(index=LAYERS))
     for text in ("docs", "words"):
         yield row(f'on "{text}"'), studies.step_times(text)
     yield "layer.step", studies.step_times("docs")

@@ -6,6 +6,7 @@ from typing import Any
 import griffe
 
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`(~?)([\w.]+)`")
+_INLINE_MATH = re.compile(r":math:`([^`]+)`")
 _MATH = re.compile(r"^\.\. math:: ?(.*(?:\n(?=[ \t]+\S).*)*)", re.M)
 _DOCTEST = re.compile(r"^([ \t]*)>>> .*(?:\n\1(?=\S).*)*", re.M)
 
@@ -23,6 +24,7 @@ def to_markdown(text: str, path: str) -> str:
     """The docstring of the object at ``path`` with its reStructuredText and doctests replaced."""
     text = re.sub(r"::$", ":", text, flags=re.M)  # before a block of code
     text = _MATH.sub(lambda match: f"$$\n{' '.join(match[1].split())}\n$$", text)
+    text = _INLINE_MATH.sub(r"$\1$", text)
     text = _DOCTEST.sub(lambda match: _fenced(match[0], match[1]), text)
     parts = re.split(r"(^[ \t]*```.*?^[ \t]*```|``.*?``|\$\$.*?\$\$)", text, flags=re.M | re.S)
     # Shapes such as (*, S) are not emphasis.

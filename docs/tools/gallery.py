@@ -1,4 +1,4 @@
-"""The gallery: every script of examples/, with the picture and the lines that it made.
+"""The gallery: every script of examples/, with its picture and its output.
 
 ``python docs/tools/make_pictures.py`` makes pictures, lines and notebooks in docs/gallery.
 """
@@ -16,8 +16,8 @@ OUTPUTS = ROOT / "docs" / "gallery"
 ORDER = ("quickstart", "classify", "natural_gradient", "own_graph", "world_model", "masked_ppo")
 INTRODUCTION = """# Gallery
 
-Each example is one script, which takes less than two minutes on two cores and draws one picture.
-Each is a notebook, too.
+Each example is one script that draws one picture in less than two minutes on two cores. Each
+script is also available as a notebook.
 
 """
 

@@ -38,7 +38,7 @@ Searches = dict[str, tuple[int, list[float]]]  # by output: steps, and rates to 
 
 
 class Run(NamedTuple):
-    """What tells a run from others."""
+    """The settings that identify a run."""
 
     output: str
     rate: float
@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 class Recurrent(nn.Module):
-    """An LSTM that remembers the batch before."""
+    """An LSTM that keeps its state from batch to batch."""
 
     def __init__(self, vocabulary: int, width: int, layers: int, length: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Recurrent(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal Transformer, which knows nothing of the batch before."""
+    """A causal Transformer, without a state from the previous batch."""
 
     def __init__(self, vocabulary: int, width: int, layers: int, length: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Transformer(nn.Module):
 
 
 def make_output(name: str, data: TextData, width: int) -> Any:
-    """An output, which starts from how frequent words are."""
+    """An output layer that starts from the frequencies of the words."""
     K = data.hparams.vocabulary
     kind, _, number = name.partition("-")
     output: Any
@@ -114,7 +114,7 @@ def frequent_apart(data: TextData) -> Tensor:
 
 
 class Trained:
-    """A model that is trained and looked at."""
+    """A model with its training and evaluation."""
 
     def __init__(self, run: Run, options: argparse.Namespace) -> None:
         self.run, self.options = run, options
@@ -163,7 +163,7 @@ class Trained:
                 start = self.clock()
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
-        """Autocast to bfloat16, where that is asked for."""
+        """Autocast to bfloat16 if requested."""
         half = self.options.precision == "bfloat16"
         return torch.autocast(self.options.device, torch.bfloat16, enabled=half)
 
@@ -225,7 +225,7 @@ class Trained:
 
 
 def read_data(options: argparse.Namespace) -> TextData:
-    """The text, whose tokens and orders are made once."""
+    """The text, with cached tokens and orders."""
     sizes = (options.vocabulary, options.length, options.rows)
     data = TextData(options.path, options.tokens, *sizes, cache=str(options.out / "cache"))
     data.setup()

@@ -37,12 +37,14 @@ def test_docstrings_become_markdown():
     text = docstrings.to_markdown(
         "Maps (*, S) to :class:`~catnat.distributions.HeadCategorical`::\n\n"
         ".. math:: p_k = \\frac1K,\n    \\quad k < K\n\n"
+        "with :math:`2^k` terms\n\n"
         ">>> x = [\n...     1]\n>>> x\n[1]\n\nmore",
         "catnat.heads.flat.SoftmaxHead",
     )
     assert r"Maps (\*, S) to" in text
     assert '<autoref identifier="catnat.distributions.HeadCategorical" optional>' in text
     assert "$$\np_k = \\frac1K, \\quad k < K\n$$" in text
+    assert "with $2^k$ terms" in text
     assert "```pycon\n>>> x = [\n...     1]\n>>> x\n[1]\n```\n\nmore" in text
 
 

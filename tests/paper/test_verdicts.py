@@ -62,6 +62,14 @@ def test_markers_name_claims(claims):
         assert set(re.findall(r"<!--:(.*?)-->", page.read_text())) <= names, page
 
 
+@pytest.mark.parametrize(
+    "page", measures.PAGES, ids=lambda page: str(page.relative_to(PAPER.parent))
+)
+def test_no_line_begins_with_a_marker(page):
+    """Markdown ends a paragraph or a list at a line that begins with a comment."""
+    assert not re.findall(r"^\s*<!--.*", page.read_text(), re.MULTILINE)
+
+
 def test_planted_errors_are_found(claims, tmp_path, monkeypatch):
     page = page_with(tmp_path, monkeypatch, "It took 19 seconds, in 17 of 18 runs, 3 times.")
     assert measures.unclaimed(page, []) == ["3", "19", "17", "18"]
