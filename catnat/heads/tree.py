@@ -50,10 +50,11 @@ class CatnatHead(CategoricalHead):
     :class:`~catnat.heads.activations.Activation` with more closed forms and fused kernels instead.
 
     Args:
-        num_categories: number of categories (K), at least 2. center: the paper's C, added to every
-        node's center. It cannot change later. uniform_at_zero: give each node a center with which
-        zero scores give the uniform distribution
-            for every K; otherwise they do so only if K is a power of two. It cannot change later.
+        num_categories: number of categories (K), at least 2.
+        center: the paper's C, added to every node's center. It cannot change later.
+        uniform_at_zero: give each node a center with which zero scores give the uniform
+            distribution for every K; otherwise they do so only if K is a power of two. It cannot
+            change later.
         order: leaf of every class, a permutation of 0..K-1; None: class k is leaf k. Classes on
             neighboring leaves share most of their path. It cannot change later.
     """

@@ -192,7 +192,9 @@ def _walk(
     uniforms = uniform((head.num_scores.bit_length(), len(rows)), states, generator)
     fused = layer._fused(states)
     if fused is not None:
-        return fused.sample(states, rows, uniforms)
+        from catnat.kernels.triton_search import sample
+
+        return sample(fused, states, rows, uniforms)
     constants = layer._constants(states)
     dtype = at_least_float32(states[:0]).dtype
     size = max(1, _CHUNK // layer.in_features)

@@ -277,3 +277,12 @@ def test_on_cuda_topk_is_that_of_all_classes(K, head, options, dtype, scale):
     assert (once - probs).abs().max() < rounding + 5 * (probs.max() / 20_000).sqrt()
     drawn, log_probs = layer.sample_without_replacement(hidden, 5)
     torch.testing.assert_close(log_probs, layer.log_prob(hidden, drawn))
+
+
+@NEEDS_CUDA
+def test_on_cuda_a_search_for_more_classes_than_the_second_dimension_of_a_grid_has_programs():
+    torch.manual_seed(0)
+    layer = sharpened(TreeLinear(16, 2**20 + 3, device="cuda"), 4.0)
+    hidden = torch.randn(2, 16, device="cuda")
+    known = layer.log_probs(hidden).topk(40_000).values
+    torch.testing.assert_close(layer.topk(hidden, 40_000).values, known, rtol=1e-4, atol=1e-4)
