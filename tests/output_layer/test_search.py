@@ -10,7 +10,7 @@ from cases_tree_linear import layer_and_data
 from scipy.stats import chisquare
 
 from catnat import TreeLinear
-from catnat.output_layer import search
+from catnat.output_layer import draws, search
 
 NEEDS_CUDA = pytest.mark.gpu
 
@@ -147,7 +147,7 @@ def filtered(probs, temperature=1.0, top_k=None, top_p=None):
 def test_filtered_draws_follow_the_filtered_probabilities(
     options, frequent, always_search, monkeypatch
 ):
-    monkeypatch.setattr(search, "_NUCLEUS", 2)
+    monkeypatch.setattr(draws, "_NUCLEUS", 2)
     layer, hidden, _ = layer_and_data(37, "sigmoid", rows=2, frequent=frequent)
     n = 20_000
     noise = torch.Generator().manual_seed(3)
