@@ -19,7 +19,7 @@ from catnat.heads.activations import (
 from catnat.heads.base import CategoricalHead
 from catnat.heads.centers import Centers, DeviceCache
 from catnat.heads.nodes import Sides, path_sums, subtree_sums
-from catnat.heads.search import SearchTree, best_leaves, draw_leaves
+from catnat.heads.search import FEW, SearchTree, best_leaves, draw_leaves
 from catnat.kernels.dispatch import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
 from catnat.numerics import (
@@ -168,7 +168,7 @@ class CatnatHead(CategoricalHead):
 
     def path_topk(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """:meth:`topk` of checked scores, by search if that is faster than all categories."""
-        few = 16 * k <= self.num_categories and self.num_categories > SEARCH_FROM
+        few = FEW * k <= self.num_categories and self.num_categories > SEARCH_FROM
         if not (self._has_paths and few and is_plain(scores)):
             return super().path_topk(scores, k)
         with torch.no_grad():

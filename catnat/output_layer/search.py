@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from catnat.heads.search import SearchTree, best_leaves
+from catnat.heads.search import FEW, SearchTree, best_leaves
 from catnat.kernels.dispatch import tree_log_probs
 from catnat.numerics import (
     LOG_ZERO,
@@ -27,7 +27,6 @@ _FUSED_DEPTH = 14  # most levels near the root that fused kernels compute with a
 _FUSED_FROM = 2**15  # smallest K that fused kernels search
 _PREFERS_ALL = 2**21  # largest K of which a GPU computes all classes rather than search twice
 _NARROW = 512  # most features of which three times as many rows cost less than two steps
-_FEW = 16  # a search is for fewer than 1 / 16 of the classes
 
 
 class LayerTree(SearchTree):
@@ -100,7 +99,7 @@ def topk(layer: "TreeLinear", states: Tensor, k: int) -> tuple[Tensor, Tensor]:
     is_large = cost > _SEARCH_COST.get(device, math.inf)
     if layer._fused(states) is not None:
         is_large = K >= _FUSED_FROM
-    if len(states) and is_large and _FEW * k <= K - layer.num_frequent:
+    if len(states) and is_large and FEW * k <= K - layer.num_frequent:
         values, places = _search(layer, states, k)
         return values, layer._classes_at(places)
     size = max(64, CHUNK // K) if K <= 2**22 else max(1, LARGE_CHUNK // K)

@@ -18,7 +18,7 @@ NEEDS_CUDA = pytest.mark.gpu
 @pytest.fixture
 def always_search(monkeypatch):
     monkeypatch.setattr(search, "_SEARCH_COST", {"cpu": 0})
-    monkeypatch.setattr(search, "_FEW", 1)
+    monkeypatch.setattr(search, "FEW", 1)
 
 
 def sharpened(layer, scale):
@@ -208,7 +208,7 @@ from catnat.output_layer import search
 torch.cuda.device_of = lambda x: nullcontext()
 torch.manual_seed(0)
 search._FUSED_FROM = 0
-search._FEW = 1
+search.FEW = 1
 heads_search.BEAM = 8
 triton_layer.UPPER = 2
 cases = (
