@@ -24,12 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from catnat.heads.activations import Activation, kernel_numbers
+from catnat.kernels.dispatch import TRITON_DTYPES, fit_triton
 from catnat.kernels.reference import gradients
 from catnat.kernels.triton_activations import floored, logs_and_slopes
 from catnat.numerics import is_plain
 
 UPPER = 8  # U, levels whose scores are one matmul: a power of two
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS_AT_ONCE = 4  # rows of hidden that a program of the kernel "near" takes
 _TOKENS_AT_ONCE = tl.constexpr(4)  # rows of hidden that a sum over tokens loads together
 
@@ -50,8 +50,9 @@ class FusedTree(NamedTuple):
             self.activation.is_fused
             and hidden.shape[0] > 0
             and UPPER < self.weight.shape[0].bit_length() < 30
-            and all(x.dtype in _DTYPES and is_plain(x) for x in (hidden, *parameters))
-            and all(x.is_contiguous() for x in parameters)
+            and hidden.dtype in TRITON_DTYPES
+            and is_plain(hidden)  # it is made contiguous where that is needed
+            and fit_triton(*parameters)
         )
 
     def log_prob(
