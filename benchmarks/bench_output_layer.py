@@ -20,6 +20,7 @@ gradient alone. --quick measures softmax, adaptive softmax and TreeLinear with b
 --generate, in less than a minute.
 
     python benchmarks/bench_output_layer.py                  # CPU, one thread, 512 x 512 x 131072
+    python benchmarks/bench_output_layer.py --shape 1024 256 8192 --rounds 15
     python benchmarks/bench_output_layer.py --device cuda   # 8192 x 4096 x 131072, bfloat16
     python benchmarks/bench_output_layer.py --device cuda --shape 8192 1024 1048576
     python benchmarks/bench_output_layer.py --device cuda --quick --out quick.csv
@@ -303,6 +304,7 @@ def rows_of(
     stepping = min((contender.whole_steps() for contender in exact), key=statistics.median)
     rows = [
         {
+            **dict(zip("MDK", contender.shape, strict=True)),
             "layer": name,
             "targets": targets,
             "forward + backward ms": 1e3 * statistics.median(contender.learning),

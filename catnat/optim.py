@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from catnat.checks import require_positive, require_within
-from catnat.kernels.dispatch import HAS_TRITON
-from catnat.numerics import is_plain
-
-_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from catnat.kernels.dispatch import HAS_TRITON, fit_triton
 
 
 class RowAdam(torch.optim.Optimizer):
@@ -100,7 +97,8 @@ class RowAdam(torch.optim.Optimizer):
             grad = grad.coalesce()
             rows, grad = grad._indices()[0], grad._values()
         numbers = size, beta1, beta2, group["eps"]
-        if _is_fused(param, grad, *moments):
+        has_rows = param.dim() > 0 and param.numel() > 0
+        if HAS_TRITON and param.is_cuda and has_rows and fit_triton(param, grad, *moments):
             from catnat.kernels.triton_rows import update_rows
 
             update_rows(param, grad, rows, *moments, *numbers)
@@ -147,6 +145,7 @@ def update_rows_plainly(
     mean.index_copy_(0, rows, new_mean)
     square.index_copy_(0, rows, new_square)
     param.index_add_(0, rows, -size * new_mean.div_(new_square.sqrt_().add_(eps)))
+<<<<<<< HEAD
 
 
 def _is_fused(param: Tensor, grad: Tensor, *moments: Tensor) -> bool:
@@ -160,3 +159,5 @@ def _is_fused(param: Tensor, grad: Tensor, *moments: Tensor) -> bool:
         and all(x.dtype in _FUSED_DTYPES and is_plain(x) for x in tensors)
         and all(x.is_contiguous() for x in tensors)
     )
+=======
+>>>>>>> room-output

@@ -148,5 +148,10 @@ def output_layers() -> Claims:
     yield "layer.step", studies.step_times("docs")
     ms = studies.step_times("words")
     yield "layer.saves", 100 * (1 - ms["adaptive-1"] / ms["softmax"])
+    on_cpu = select("speed/output_layer_cpu.csv").set_index(["layer", "K"])
+    others = ["adaptive softmax", "tree sigmoid", hybrids[0]]
+    for K in (2048, 8192, 32768):
+        faster = [on_cpu.loc[(layer, K), "times faster with step"] for layer in others]
+        yield row(f"`K = {K:,}`"), on_cpu.loc[(exact, K), "with step ms"], faster
     for head in TREES:
         yield row(head), select("speed/paths_cpu.csv", K=2**20, head=head)["ratio"]

@@ -23,6 +23,7 @@ from catnat.numerics import exponential, log_never, uniform
 
 BEAM = 64
 """Nodes of a level that a search keeps, a power of two."""
+FEW = 16  # a search is for at most 1/16 of all leaves: for more, computing all leaves is faster
 _FULL_SHARE = 64  # a level with more than 1/64 of all nodes: computing all leaves is faster
 _AT_ONCE = 2**24  # numbers that a search holds at once
 

@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from catnat.heads.activations import (
     SigmoidActivation,
 )
 from catnat.heads.base import CategoricalHead
+from catnat.heads.centers import Centers, DeviceCache
 from catnat.heads.nodes import Sides, path_sums, subtree_sums
-from catnat.heads.search import SearchTree, best_leaves, draw_leaves
+from catnat.heads.search import FEW, SearchTree, best_leaves, draw_leaves
 from catnat.kernels.dispatch import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
 from catnat.numerics import (
@@ -26,11 +27,9 @@ from catnat.numerics import (
     exp_of_log_probs,
     floored_sums,
     is_plain,
-    takes_real_tensors,
     uniform,
 )
 
-_TABLE_LIMIT = 1024  # largest K whose centers under masks come from a table
 _WALK_FROM = 2**18  # number of scores; below it, noise for every category is faster
 _OPTIONS = ("activation", "center", "uniform_at_zero", "order", "amplitude", "tail")
 
@@ -50,10 +49,11 @@ class CatnatHead(CategoricalHead):
     :class:`~catnat.heads.activations.Activation` with more closed forms and fused kernels instead.
 
     Args:
-        num_categories: number of categories (K), at least 2. center: the paper's C, added to every
-        node's center. It cannot change later. uniform_at_zero: give each node a center with which
-        zero scores give the uniform distribution
-            for every K; otherwise they do so only if K is a power of two. It cannot change later.
+        num_categories: number of categories (K), at least 2.
+        center: the paper's C, added to every node's center. It cannot change later.
+        uniform_at_zero: give each node a center with which zero scores give the uniform
+            distribution for every K; otherwise they do so only if K is a power of two. It cannot
+            change later.
         order: leaf of every class, a permutation of 0..K-1; None: class k is leaf k. Classes on
             neighboring leaves share most of their path. It cannot change later.
     """
@@ -80,17 +80,16 @@ class CatnatHead(CategoricalHead):
             raise TypeError(
                 f"{type(self).__name__} overrides log_activation: subclass CatnatHead for it"
             )
-        self._cache: dict[tuple[object, torch.device], Any] = {}  # tensors derived from the options
         self.activation = activation
         self.center = float(center)
         self.uniform_at_zero = flag == "True"
+        self._cache = DeviceCache()
+        self._centers = Centers(K, activation, self.center, self.uniform_at_zero, self._cache)
         self.order = None if order is None else checked_order(order, K)
         self.tree_id = (K, self.order)
         self._has_paths = type(self).log_probs is CatnatHead.log_probs
         # A custom log_activation may change before the distribution uses it.
         self._is_lazy = self._has_paths and activation.is_fused
-        is_even = K & (K - 1) == 0 or not self.uniform_at_zero
-        self._is_centered = activation.is_fused and self.center == 0 and is_even
         self._fill_cache()
 
     def _fill_cache(self) -> None:
@@ -98,10 +97,6 @@ class CatnatHead(CategoricalHead):
         self._ordering(torch.empty(0))
         for dtype in (torch.float32, torch.float64) if self.activation.is_fused else ():
             self.constants(torch.empty(0, dtype=dtype))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State without the cache, because ``torch.load`` may move tensors to another device."""
-        return {**vars(self), "_cache": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Fill the cache again."""
@@ -132,38 +127,13 @@ class CatnatHead(CategoricalHead):
         leaves = self._subtree_sums(mask.to(scores.dtype))
         if self.uniform_at_zero:
             if before is None:
-                old_leaves = self._cached(scores, "numbers of leaves", self._make_leaves)
+                old_leaves = self._centers.leaves(scores)
             else:  # an earlier mask has moved the scores already
                 old_leaves = self._subtree_sums(before.to(scores.dtype))
-            scores = scores + self._shift(leaves, old_leaves).to(scores.dtype)
+            scores = scores + self._centers.shift(leaves, old_leaves).to(scores.dtype)
         has_left, has_right = (number > 0 for number in leaves)
         one_sided = torch.where(has_left, -torch.inf, torch.where(has_right, torch.inf, 0.0))
         return torch.where(has_left & has_right, scores, one_sided.to(scores.dtype))
-
-    def _shift(self, leaves: Sides, old_leaves: Sides) -> Tensor:
-        """Change of the centers if the numbers of allowed leaves change; otherwise exactly 0."""
-        if self.activation.is_fused and self.num_categories <= _TABLE_LIMIT:
-            table = self._cached(leaves[0], "table", self._make_table)
-            index, old_index = (
-                torch.add(right, left, alpha=len(table)).long()
-                for left, right in (leaves, old_leaves)
-            )
-            entries = table.flatten()
-            return entries[index] - entries[old_index]
-        unchanged = (leaves[0] == old_leaves[0]) & (leaves[1] == old_leaves[1])
-        shift = self._at_share(_shares(*leaves)) - self._at_share(_shares(*old_leaves))
-        return torch.where(unchanged, 0.0, shift)
-
-    def _make_table(self, device: torch.device) -> Tensor:
-        """x at which a node divides its leaves evenly, for all numbers of leaves on both sides."""
-        most = 2 ** (self.num_scores.bit_length() - 1)
-        numbers = torch.arange(most + 1, device=device, dtype=torch.float32)
-        return self._at_share(_shares(numbers[:, None], numbers))
-
-    def _make_leaves(self, device: torch.device) -> Sides:
-        """Numbers of leaves below the two children of each node, (S,) each."""
-        ones = torch.ones(self.num_categories, dtype=torch.float64, device=device)
-        return subtree_sums(ones)
 
     def allowed(self, scores: Tensor) -> Tensor:
         """Recover the mask from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
@@ -198,7 +168,7 @@ class CatnatHead(CategoricalHead):
 
     def path_topk(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """:meth:`topk` of checked scores, by search if that is faster than all categories."""
-        few = 16 * k <= self.num_categories and self.num_categories > SEARCH_FROM
+        few = FEW * k <= self.num_categories and self.num_categories > SEARCH_FROM
         if not (self._has_paths and few and is_plain(scores)):
             return super().path_topk(scores, k)
         with torch.no_grad():
@@ -248,7 +218,7 @@ class CatnatHead(CategoricalHead):
         """
         left, right = self._subtree_sums(self._checked_probs(probs))
         reached = ~(left + right <= 0)  # keeps NaN
-        scores = self.activation.inverse(left, right) + self._centers(probs)
+        scores = self.activation.inverse(left, right) + self._centers.of_nodes(probs)
         scores = torch.where(reached, scores, 0.0).to(probs.dtype)
         # The next number, because rounding may leave the score of a certain split inside an edge.
         outward = torch.where(left <= 0, torch.inf, -torch.inf).to(scores.dtype)
@@ -261,7 +231,7 @@ class CatnatHead(CategoricalHead):
 
         A ``log_activation`` of a subclass is tried out once.
         """
-        return self.activation.is_fused or self._cached(
+        return self.activation.is_fused or self._cache.get(
             torch.empty(0), "is split by split", self._is_split_by_split
         )
 
@@ -332,62 +302,15 @@ class CatnatHead(CategoricalHead):
             leaves = torch.tensor(self.order, device=device)
             return leaves, leaves.argsort()
 
-        return self._cached(x, "order", make)
+        ordering: tuple[Tensor, Tensor] = self._cache.get(x, "order", make)
+        return ordering
 
     def constants(self, scores: Tensor) -> Tensor | None:
         """``activation.node_constants`` in the dtype and on the device of the scores.
 
         None where the center of every node is 0.
         """
-        if self._is_centered:
-            return None
-
-        def make(_: torch.device) -> Tensor:
-            return self.activation.node_constants(self._centers(scores), scores.dtype)
-
-        if not self.activation.is_fused:  # parameters of log_activation may have changed
-            return make(scores.device)
-        return self._cached(scores, scores.dtype, make)
-
-    def _centers(self, like: Tensor) -> Tensor:
-        """Center C of every node, (S,) in float64."""
-        if not self.uniform_at_zero:
-            return torch.full(
-                (self.num_scores,), self.center, dtype=torch.float64, device=like.device
-            )
-        # x at which a node divides its leaves evenly: a(x) is the share of its bit-1 child.
-        is_traced = like.is_meta or not is_plain(like)
-        if self.activation.is_fused or is_traced or not self._is_elementwise(like):
-            return self.center - self._at_share(_shares(*self._make_leaves(like.device)))
-
-        def make(device: torch.device) -> Any:
-            return _shares(*self._make_leaves(device)).unique(return_inverse=True)
-
-        shares, index = self._cached(like, "shares", make)
-        return self.center - self._at_share(shares)[index]  # searches only the few different shares
-
-    def _is_elementwise(self, like: Tensor) -> bool:
-        """Whether log_activation accepts any number of nodes, without a parameter for each."""
-        x = torch.zeros(self.num_scores + 2, dtype=torch.float64, device=like.device)
-        try:
-            return self.log_activation(x)[0].shape == x.shape
-        except RuntimeError:
-            return False
-
-    def _at_share(self, shares: Tensor) -> Tensor:
-        """x at which a(x) is the share, in float64."""
-        x = self.activation.inverse(1 - shares, shares)
-        return torch.where(shares == 0.5, 0.0, x) if self.activation.is_fused else x
-
-    def _cached(self, x: Tensor, key: object, make: Callable[[torch.device], Any]) -> Any:
-        """Result of ``make``, cached for each device unless x is being traced."""
-        device_key = (key, x.device)
-        if not is_plain(x) and not (device_key in self._cache and takes_real_tensors(x)):
-            return make(x.device)
-        if device_key not in self._cache:
-            with torch.inference_mode(False), torch.no_grad():
-                self._cache[device_key] = make(x.device)
-        return self._cache[device_key]
+        return self._centers.constants(scores)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; options cannot change, because cached constants depend on them."""
@@ -464,16 +387,6 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         scores = self._checked(scores)
         distance, _ = self.activation.distance(scores, self.constants(scores))
         return (distance <= 0) & (self.tail == 0)
-
-
-def _shares(left: Tensor, right: Tensor) -> Tensor:
-    """Share of the allowed leaves below each node that are below its bit-1 child, in float64.
-
-    It is 1/2 where the mask decides. It is computed on the device of the mask, because a captured
-    step cannot copy from the host.
-    """
-    is_open = (left > 0) & (right > 0)
-    return torch.where(is_open, right.double() / (left + right), 0.5)
 
 
 def arranged(x: Tensor, order: Tensor | None) -> Tensor:

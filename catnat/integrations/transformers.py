@@ -128,9 +128,9 @@ def with_tree(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def __init__(self, config: Any, *args: Any, **options: Any) -> None:
             super().__init__(config, *args, **options)
             saved = dict(getattr(config, _OPTIONS))
+            name = saved.pop("name")
             width = self.get_output_embeddings().in_features
-            layer = LanguageModelHead(width, config.vocab_size, **_without(saved, "name"))
-            setattr(self, saved["name"], layer)
+            setattr(self, name, LanguageModelHead(width, config.vocab_size, **saved))
             self.loss_type = _LOSS_TYPE
 
         @functools.wraps(base.forward)  # Trainer chooses the columns of data by the signature
@@ -229,10 +229,6 @@ def _most_frequent(counts: Tensor, number: int, num_tokens: int) -> Tensor:
         expected = f"{num_tokens} counts and frequent in 0..{num_tokens - 2}"
         raise ValueError(f"expected {expected}, got shape {tuple(counts.shape)} and {number}")
     return counts.topk(number).indices
-
-
-def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key != name}
 
 
 __all__ = ["LanguageModelHead", "from_pretrained", "replace_head", "with_tree"]

@@ -4,8 +4,7 @@
   gradients. An impossible category has probability exactly 0, and a finite log-probability.
 - Half precision is computed and returned in float32.
 - A result that depends on a NaN score is NaN. In a tree an infinite score makes its node certain;
-in
-  softmax and sparsemax a score of -inf is an impossible category.
+  in softmax and sparsemax a score of -inf is an impossible category.
 - Python reads shapes and dtypes, never values: invalid values become NaN, never a wrong number.
 """
 

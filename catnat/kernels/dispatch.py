@@ -17,6 +17,8 @@ from catnat.numerics import common_shape, is_plain
 
 # Before Triton 3.4, which comes with torch 2.8, a tuple in a kernel cannot contain None.
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.__version__ >= "2.8"
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that the Triton kernels of output layers and of RowAdam take."""
 TREE_TRITON_LIMIT = 32768
 """Largest K of the Triton kernels for trees: a program holds all leaves of a row in registers."""
 SPARSEMAX_TRITON_LIMIT = 16384
@@ -128,6 +130,11 @@ def kernels_for(scores: Tensor, triton_limit: int) -> str | None:
     on_gpu = scores.is_cuda and HAS_TRITON and scores.shape[-1] <= triton_limit
     traceable = plain or (torch.compiler.is_compiling() and not _is_exporting())
     return "triton" if on_gpu and traceable else None
+
+
+def fit_triton(*tensors: Tensor) -> bool:
+    """Whether the Triton kernels of output layers and of RowAdam can read and write these."""
+    return all(x.dtype in TRITON_DTYPES and is_plain(x) and x.is_contiguous() for x in tensors)
 
 
 def _tree_kernels(scores: Tensor, activation: Activation) -> str | None:

@@ -12,19 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from catnat.kernels.dispatch import fit_triton
 from catnat.kernels.reference import gradients
 from catnat.numerics import at_least_float32, is_plain
 
 LIMIT = 2**14
 """Largest number of columns: a program holds a row in registers."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes(logits: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernels take these tensors."""
     tensors = (logits,) if bias is None else (logits, bias)
-    is_right = all(x.dtype in _DTYPES and is_plain(x) and x.is_contiguous() for x in tensors)
-    return is_right and logits.shape[0] > 0 and logits.shape[1] <= LIMIT
+    return fit_triton(*tensors) and logits.shape[0] > 0 and logits.shape[1] <= LIMIT
 
 
 def block_nll(logits: Tensor, bias: Tensor | None, column: Tensor, num_columns: int) -> Tensor:

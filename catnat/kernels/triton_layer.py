@@ -2,7 +2,6 @@
 
 :class:`FusedTree` is for sigmoid and natural activations, with dense gradients; a plain torch
 function, which agrees to rounding, is the way for all else, and for a derivative of the gradient.
-:func:`sample` draws leaves, by one kernel for all levels.
 
 Shapes: hidden (M, D), weight (S, D) with S = K - 1, paths of H nodes. The scores of the first U
 nodes of a path come from one matmul, those of the L = H - U nodes below from gathered rows.
@@ -25,12 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from catnat.heads.activations import Activation, kernel_numbers
+from catnat.kernels.dispatch import TRITON_DTYPES, fit_triton
 from catnat.kernels.reference import gradients
 from catnat.kernels.triton_activations import floored, logs_and_slopes
 from catnat.numerics import is_plain
 
 UPPER = 8  # U, levels whose scores are one matmul: a power of two
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS_AT_ONCE = 4  # rows of hidden that a program of the kernel "near" takes
 _TOKENS_AT_ONCE = tl.constexpr(4)  # rows of hidden that a sum over tokens loads together
 
@@ -51,8 +50,9 @@ class FusedTree(NamedTuple):
             self.activation.is_fused
             and hidden.shape[0] > 0
             and UPPER < self.weight.shape[0].bit_length() < 30
-            and all(x.dtype in _DTYPES and is_plain(x) for x in (hidden, *parameters))
-            and all(x.is_contiguous() for x in parameters)
+            and hidden.dtype in TRITON_DTYPES
+            and is_plain(hidden)  # it is made contiguous where that is needed
+            and fit_triton(*parameters)
         )
 
     def log_prob(
@@ -79,26 +79,6 @@ class FusedTree(NamedTuple):
             return _LogProb.apply(
                 hidden, self.weight, self.bias, target, order, frequent, self, plainly
             )
-
-    def sample(self, hidden: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
-        """Leaves that walks from the root reach, (P,) -> (P,); -1 where a score is NaN.
-
-        Args:
-            hidden: (M, D).
-            rows: the row of hidden of each walk, (P,) int64.
-            uniforms: in [0, 1), in float64, (H, P): a walk goes right where a(s) is above.
-        """
-        leaf = torch.empty_like(rows)
-        with torch.cuda.device_of(hidden):
-            _sample_kernel[(len(rows),)](
-                rows=rows,
-                uniforms=uniforms,
-                leaf=leaf,
-                P=len(rows),
-                **self.arguments(hidden.contiguous(), 4096),
-                num_warps=8,
-            )
-        return leaf
 
     def arguments(self, hidden: Tensor, block: int) -> dict[str, Any]:
         """What the kernels take that compute scores, from at most so many columns at once."""
@@ -205,7 +185,7 @@ def _nodes(key, level, K: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def _products(hidden, weight, node, inside, end, D: tl.constexpr, B: tl.constexpr):
+def products_at(hidden, weight, node, inside, end, D: tl.constexpr, B: tl.constexpr):
     """A row of hidden times the rows of nodes, (n,) -> (n,) in float32."""
     column = tl.arange(0, B)
     at = weight + node.to(tl.int64)[:, None] * D + column[None, :]
@@ -289,49 +269,9 @@ def _forward_kernel(
     total = _steps(s, level, key, bias, slopes, settings, K, H, NATURAL)
     level = U + tl.arange(0, L)
     node, inside = _nodes(key, level, K, H)
-    s = _products(hidden + row * D, weight, node, inside, tl.where(alive, D, 0), D, B)
+    s = products_at(hidden + row * D, weight, node, inside, tl.where(alive, D, 0), D, B)
     total += _steps(s, level, key, bias, slopes, settings, K, H, NATURAL)
     tl.store(out + row, tl.where(possible, floored(total), float("nan")))
-
-
-@triton.jit(do_not_specialize=["P"])
-def _sample_kernel(
-    hidden,
-    weight,
-    bias,
-    rows,
-    uniforms,
-    constants,
-    leaf,
-    P,
-    rate,
-    high,
-    low,
-    joint,
-    slope,
-    edge,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    B: tl.constexpr,
-    NATURAL: tl.constexpr,
-):
-    settings = (constants, K - 1, rate, high, low, joint, slope, edge)
-    walk = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)  # a tensor of one number
-    row = tl.load(rows + tl.program_id(0))
-    heap = tl.full((1,), 1, tl.int32)  # 0 after a NaN
-    for level in range(H):
-        inside = (heap > 0) & (heap < K)
-        node = tl.where(inside, heap - 1, 0)
-        s = _products(hidden + row * D, weight, node, inside, D, D, B)
-        if bias is not None:
-            s += tl.load(bias + node).to(tl.float32)
-        _, right, _, _ = logs_and_slopes(s[None, :], node, settings, inside, NATURAL)
-        right = tl.sum(right, axis=0)
-        u = tl.load(uniforms + level * P + walk)
-        child = 2 * heap + (u < tl.exp(right.to(tl.float64))).to(tl.int32)
-        heap = tl.where(inside, tl.where(right != right, 0, child), heap)
-    tl.store(leaf + walk, tl.where(heap > 0, heap - K, -1).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["M"])

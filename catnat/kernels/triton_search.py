@@ -1,7 +1,8 @@
-"""Levels of a search in the tree of an output layer, by a Triton kernel.
+"""Ways down the tree of an output layer, by Triton kernels: random walks, and levels of a search.
 
-A program takes a node of the beam of one row: it computes the scores of the nodes in the subtree
-of the next levels together, and the log-probabilities at the subtree's ends.
+A program of :func:`sample` takes one walk through all levels. A program of :func:`descend` takes a
+node of the beam of one row: it computes the scores of the nodes in the subtree of the next levels
+together, and the log-probabilities at the subtree's ends.
 """
 
 # mypy: ignore-errors
@@ -12,10 +13,32 @@ import triton.language as tl
 from torch import Tensor
 
 from catnat.kernels.triton_activations import logs_and_slopes
-from catnat.kernels.triton_layer import FusedTree, _products
+from catnat.kernels.triton_layer import FusedTree, products_at
 
 LEVELS = 3
 """Levels that :func:`descend` goes down."""
+
+
+def sample(tree: FusedTree, hidden: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
+    """Leaves that walks from the root reach, (P,) -> (P,); -1 where a score is NaN.
+
+    Args:
+        tree: the tree of the layer.
+        hidden: (M, D).
+        rows: the row of hidden of each walk, (P,) int64.
+        uniforms: in [0, 1), in float64, (H, P): a walk goes right where a(s) is above.
+    """
+    leaf = torch.empty_like(rows)
+    with torch.cuda.device_of(hidden):
+        _sample_kernel[(len(rows),)](
+            rows=rows,
+            uniforms=uniforms,
+            leaf=leaf,
+            P=len(rows),
+            **tree.arguments(hidden.contiguous(), 4096),
+            num_warps=8,
+        )
+    return leaf
 
 
 def descend(
@@ -37,7 +60,8 @@ def descend(
     out_values = values.new_empty(R, n * ends)
     out_heap = heap.new_empty(R, n * ends)
     with torch.cuda.device_of(hidden):
-        _descend_kernel[(R, n)](
+        # A grid of one dimension, because CUDA bounds the others by 65,535.
+        _descend_kernel[(R * n,)](
             rows=rows.contiguous(),
             values=values.contiguous(),
             heap=heap.contiguous(),
@@ -50,6 +74,46 @@ def descend(
             num_warps=4,
         )
     return out_values, out_heap
+
+
+@triton.jit(do_not_specialize=["P"])
+def _sample_kernel(
+    hidden,
+    weight,
+    bias,
+    rows,
+    uniforms,
+    constants,
+    leaf,
+    P,
+    rate,
+    high,
+    low,
+    joint,
+    slope,
+    edge,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    B: tl.constexpr,
+    NATURAL: tl.constexpr,
+):
+    settings = (constants, K - 1, rate, high, low, joint, slope, edge)
+    walk = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)  # a tensor of one number
+    row = tl.load(rows + tl.program_id(0))
+    heap = tl.full((1,), 1, tl.int32)  # 0 after a NaN
+    for level in range(H):
+        inside = (heap > 0) & (heap < K)
+        node = tl.where(inside, heap - 1, 0)
+        s = products_at(hidden + row * D, weight, node, inside, D, D, B)
+        if bias is not None:
+            s += tl.load(bias + node).to(tl.float32)
+        _, right, _, _ = logs_and_slopes(s[None, :], node, settings, inside, NATURAL)
+        right = tl.sum(right, axis=0)
+        u = tl.load(uniforms + level * P + walk)
+        child = 2 * heap + (u < tl.exp(right.to(tl.float64))).to(tl.int32)
+        heap = tl.where(inside, tl.where(right != right, 0, child), heap)
+    tl.store(leaf + walk, tl.where(heap > 0, heap - K, -1).to(tl.int64))
 
 
 @triton.jit
@@ -79,8 +143,8 @@ def _descend_kernel(
     NATURAL: tl.constexpr,
 ):
     settings = (constants, K - 1, rate, high, low, joint, slope, edge)
-    place = tl.program_id(0).to(tl.int64) * N + tl.program_id(1)
-    row = tl.load(rows + tl.program_id(0))
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + place // N)
     start = tl.load(heap + place)
 
     # The subtree is a heap of its own: its root is 1, and its nodes are 1..E-1.
@@ -91,7 +155,7 @@ def _descend_kernel(
     number = (start << depth) + own - (1 << depth)
     inside = (own < E) & (number < K)
     node = tl.where(inside, number - 1, 0)
-    s = _products(hidden + row * D, weight, node, inside, D, D, B)
+    s = products_at(hidden + row * D, weight, node, inside, D, D, B)
     if bias is not None:
         s += tl.load(bias + node, mask=inside, other=0.0).to(tl.float32)
     left, right, _, _ = logs_and_slopes(s[None, :], node, settings, inside, NATURAL)

@@ -62,7 +62,7 @@ def follow_softmax(layer: "TreeLinear", linear: nn.Linear, hidden: Tensor, fitte
     reach = log_rare.sigmoid()  # the probability of a rare class
     scores = expanded(weight[F:], bias[F:], reach, hidden)
     scores = refined(scores, weight[F:], bias[F:], reach, hidden, fitted)
-    centers = layer.head._centers(scores.bias).to(scores.bias)
+    centers = layer.head._centers.of_nodes(scores.bias).to(scores.bias)
     layer.weight.copy_(scores.weight)
     assert layer.bias is not None
     layer.bias.copy_(scores.bias + centers)

@@ -28,7 +28,7 @@ from catnat.numerics import (
     can_branch_on,
     exp_of_log_probs,
 )
-from catnat.output_layer import search
+from catnat.output_layer import draws, search
 from catnat.output_layer.convert import follow_softmax, likeliest
 from catnat.output_layer.losses import distillation, regularized_losses
 from catnat.output_layer.orders import (
@@ -394,10 +394,10 @@ class TreeLinear(PathArithmetic):
         states = hidden.reshape(-1, self.in_features)
         repeats = math.prod(sample_shape)
         if temperature == 1 and top_k is None and top_p is None:
-            classes = self._classes_at(search.sample(self, states, repeats, generator))
+            classes = self._classes_at(draws.sample(self, states, repeats, generator))
         else:
             options = temperature, top_k, top_p
-            classes = search.sample_filtered(self, states, repeats, generator, *options)
+            classes = draws.sample_filtered(self, states, repeats, generator, *options)
         self._require_drawn(classes)
         return classes.view((*sample_shape, *hidden.shape[:-1]))
 
@@ -414,7 +414,7 @@ class TreeLinear(PathArithmetic):
         hidden = self._checked(hidden)
         states = hidden.reshape(-1, self.in_features)
         with torch.no_grad():
-            classes = self._classes_at(search.sample_different(self, states, k, generator))
+            classes = self._classes_at(draws.sample_different(self, states, k, generator))
         self._require_drawn(classes)
         values = classes.reshape(k, *hidden.shape[:-1])
         return values, self.log_prob(hidden, values)

@@ -28,12 +28,16 @@ from language_model.data import Windows
 from language_model.model import AdaptiveOutput, LinearOutput, TreeOutput
 from torch import Tensor, nn
 
+from catnat.optim import RowAdam
+
 FREQUENT = 1024  # words whose perplexity is reported apart, whatever the output
 NUMBERS = ("val", "test", "test_frequent", "test_rare", "accuracy", "tokens_per_s", "seconds")
 SEEN = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)  # least counts of the bins of by_count.csv
 OUTPUTS = ("softmax", "adaptive-1", "adaptive-2", "adaptive-wide", "tree", "tree-apart")
 OUTPUTS += ("hybrid-64", "hybrid-256", "hybrid-1024", "hybrid-4096")
 MORE_OUTPUTS = ("hybrid-8192", "softmax-bfloat16")  # the last one trains on bfloat16 logits
+BY_ROWS = "-rowadam"  # ending of an output that RowAdam trains, the rest of the model by Adam
+MORE_OUTPUTS += ("tree-rowadam", "hybrid-1024-rowadam", "hybrid-4096-rowadam")
 Searches = dict[str, tuple[int, list[float]]]  # by output: steps, and rates to begin with
 
 
@@ -89,6 +93,7 @@ class Transformer(nn.Module):
 def make_output(name: str, data: TextData, width: int) -> Any:
     """An output layer that starts from the frequencies of the words."""
     K = data.hparams.vocabulary
+    name = name.removesuffix(BY_ROWS)
     kind, _, number = name.partition("-")
     output: Any
     if kind == "softmax":
@@ -126,17 +131,28 @@ class Trained:
         trunk = kind(K, options.width, options.layers, options.length)
         output = make_output(run.output, self.data, options.width)
         self.model = nn.ModuleDict({"trunk": trunk, "output": output}).to(options.device)
-        on_cuda = options.device == "cuda"
-        self.optimizer = torch.optim.Adam(self.model.parameters(), run.rate, fused=on_cuda)
+        self.optimizers = self.make_optimizers()
         warmup = max(1, run.steps // 10)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min((step + 1) / warmup, max(0.0, 1 - step / run.steps))
-        )
+        self.schedules = [
+            torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: min((step + 1) / warmup, max(0.0, 1 - step / run.steps))
+            )
+            for optimizer in self.optimizers
+        ]
         self.batches = {
             name: Windows(stream.to(options.device), options.rows, options.length)
             for name, stream in self.data.stream.items()
         }
         self.seen = torch.zeros(K, dtype=torch.int64, device=options.device)  # of each token
+
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Adam for all parameters, or RowAdam for those of the output."""
+        rate = self.run.rate
+        on_cuda = self.options.device == "cuda"
+        if not self.run.output.endswith(BY_ROWS):
+            return [torch.optim.Adam(self.model.parameters(), rate, fused=on_cuda)]
+        of_trunk = torch.optim.Adam(self.model["trunk"].parameters(), rate, fused=on_cuda)
+        return [of_trunk, RowAdam(self.model["output"].parameters(), rate)]
 
     def train(self, steps: int, look_every: int) -> Iterator[tuple[int, float]]:
         """Train, and stop at times: the steps done, and the seconds spent on them."""
@@ -151,12 +167,13 @@ class Trained:
                 hidden = self.model["trunk"](batch[:, :-1])
                 loss = self.model["output"].nll(hidden, batch[:, 1:].flatten())
             self.seen += batch[:, 1:].flatten().bincount(minlength=len(self.seen))
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
             loss.backward()
             if self.options.model == "transformer":
                 nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.schedule.step()
+            for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+                optimizer.step()
+                schedule.step()
             if (step + 1) % look_every == 0 or step + 1 == steps:
                 seconds += self.clock() - start
                 yield step + 1, seconds
@@ -469,7 +486,7 @@ def main(words: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     data = read_data(options)
     for output in options.outputs:  # orders are made once here, and not in each of the runs
-        kind, _, number = output.partition("-")
+        kind, _, number = output.removesuffix(BY_ROWS).partition("-")
         if kind in ("tree", "hybrid"):
             data.order(int(number) if kind == "hybrid" else 0)
     if options.speed:

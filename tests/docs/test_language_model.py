@@ -183,11 +183,12 @@ def test_a_comparison_widens_its_rates_and_is_done_once(project, tmp_path, monke
     numbers = {"vocabulary": 64, "width": 8, "layers": 1, "rows": 8, "length": 4, "speed": 12}
     sizes = [f"--{name}={n}" for name, n in (numbers | {"steps": 20, "seeds": 2}).items()]
     where = ["--path", str(project), "--out", str(tmp_path / "out"), "--jobs=1", "--device=cpu"]
-    names = ["--outputs", "softmax", "tree-apart", "tree", "--rates", "0.0001", "0.0002"]
+    outputs = ["softmax", "tree-apart", "tree", "tree-rowadam"]
+    names = ["--outputs", *outputs, "--rates", "0.0001", "0.0002"]
     assert compare.main([*where, *sizes, *names]) == 0
     with open(tmp_path / "out" / "runs.csv") as file:
         rows = list(csv.DictReader(file))
-    for output in ("softmax", "tree", "tree-apart"):
+    for output in outputs:
         runs = [row for row in rows if row["output"] == output]
         assert {row["rate"] for row in runs if row["seed"] == "0"} >= {"0.0004", "0.0008"}
         assert {row["seed"] for row in runs} == {"0", "1"}  # of the best rate

@@ -111,7 +111,7 @@ TRITON = """
 import torch
 from catnat import TreeLinear
 from catnat.kernels import triton_layer
-from catnat.output_layer import search
+from catnat.output_layer import draws
 
 torch.manual_seed(0)
 triton_layer.UPPER = 2
@@ -160,8 +160,8 @@ for K, D, head, options, dtype, reduction in cases:
     walks = []
     for way in (True, False):
         fuse(layer, way)
-        search.uniform = lambda shape, *_: torch.full(shape, 0.45, dtype=torch.float64)
-        walks.append(search._walk(layer, hidden.detach(), 1, None))
+        draws.uniform = lambda shape, *_: torch.full(shape, 0.45, dtype=torch.float64)
+        walks.append(draws._walk(layer, hidden.detach(), 1, None))
     assert (walks[0] != walks[1]).sum() <= (0 if dtype == torch.float32 else 2), walks
     if dtype == torch.float32:
         twice = []

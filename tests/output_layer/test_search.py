@@ -10,7 +10,7 @@ from cases_tree_linear import layer_and_data
 from scipy.stats import chisquare
 
 from catnat import TreeLinear
-from catnat.output_layer import search
+from catnat.output_layer import draws, search
 
 NEEDS_CUDA = pytest.mark.gpu
 
@@ -18,7 +18,7 @@ NEEDS_CUDA = pytest.mark.gpu
 @pytest.fixture
 def always_search(monkeypatch):
     monkeypatch.setattr(search, "_SEARCH_COST", {"cpu": 0})
-    monkeypatch.setattr(search, "_FEW", 1)
+    monkeypatch.setattr(search, "FEW", 1)
 
 
 def sharpened(layer, scale):
@@ -147,7 +147,7 @@ def filtered(probs, temperature=1.0, top_k=None, top_p=None):
 def test_filtered_draws_follow_the_filtered_probabilities(
     options, frequent, always_search, monkeypatch
 ):
-    monkeypatch.setattr(search, "_NUCLEUS", 2)
+    monkeypatch.setattr(draws, "_NUCLEUS", 2)
     layer, hidden, _ = layer_and_data(37, "sigmoid", rows=2, frequent=frequent)
     n = 20_000
     noise = torch.Generator().manual_seed(3)
@@ -208,7 +208,7 @@ from catnat.output_layer import search
 torch.cuda.device_of = lambda x: nullcontext()
 torch.manual_seed(0)
 search._FUSED_FROM = 0
-search._FEW = 1
+search.FEW = 1
 heads_search.BEAM = 8
 triton_layer.UPPER = 2
 cases = (
@@ -277,3 +277,12 @@ def test_on_cuda_topk_is_that_of_all_classes(K, head, options, dtype, scale):
     assert (once - probs).abs().max() < rounding + 5 * (probs.max() / 20_000).sqrt()
     drawn, log_probs = layer.sample_without_replacement(hidden, 5)
     torch.testing.assert_close(log_probs, layer.log_prob(hidden, drawn))
+
+
+@NEEDS_CUDA
+def test_on_cuda_a_search_for_more_classes_than_the_second_dimension_of_a_grid_has_programs():
+    torch.manual_seed(0)
+    layer = sharpened(TreeLinear(16, 2**20 + 3, device="cuda"), 4.0)
+    hidden = torch.randn(2, 16, device="cuda")
+    known = layer.log_probs(hidden).topk(40_000).values
+    torch.testing.assert_close(layer.topk(hidden, 40_000).values, known, rtol=1e-4, atol=1e-4)
