@@ -116,6 +116,7 @@ class RowMeans(Metric):
         for name, value in sums.items():
             getattr(self, f"sum_of_{name}").add_(value.detach())
 
+    @torch.compiler.disable  # torchmetrics counts updates: each would be a recompilation
     def add_rows(self, **rows: Tensor) -> None:
         """Add the values of B rows, (B, *) each."""
         count = len(next(iter(rows.values())))

@@ -276,12 +276,14 @@ class GraphStructureLearner(StepModule):
 
     # -- evaluation ------------------------------------------------------------------------
 
+    @torch.compiler.disable(recursive=False)  # batch_idx is another one in each batch
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate one pass."""
         with self.evaluation_noise(batch_idx):
             loss = self.loss(batch, self(batch))
             self.val_means.add_rows(**self._rows(batch), loss=loss.expand(len(batch[1])))
 
+    @torch.compiler.disable(recursive=False)  # batch_idx is another one in each batch
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate ``test_passes`` passes."""
         with self.evaluation_noise(batch_idx):

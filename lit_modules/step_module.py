@@ -134,6 +134,7 @@ class StepModule(LightningModule):
                 options["fused"] = True
         return keep_kernels(kind(parameters, **options))
 
+    @torch.compiler.disable
     def evaluation_noise(self, batch_idx: int) -> AbstractContextManager[None]:
         """Noise of an evaluated batch: the same each time, and without effect on training."""
         seed = batch_idx * self.trainer.world_size + self.global_rank
@@ -191,11 +192,15 @@ class StepModule(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss of a batch, logged every ``log_every_n_steps`` steps."""
         loss = self.step_loss(batch)
+        self._log_step(loss)
+        return loss
+
+    @torch.compiler.disable  # a compiled step that reads the number of the step is compiled anew
+    def _log_step(self, loss: Tensor) -> None:
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.global_step + 1) % every == 0:
             self.log("train/loss", loss, prog_bar=True)
             self.log_dict(self.logged_settings())
-        return loss
 
     def on_save_checkpoint(self, checkpoint: State) -> None:
         """Log the latest loss of replayed steps; save the optimizer as an eager run would."""

@@ -279,6 +279,7 @@ class DiscreteVAE(StepModule):
 
     # -- evaluation ------------------------------------------------------------------------
 
+    @torch.compiler.disable(recursive=False)  # batch_idx is another one in each batch
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One sample per image."""
         self._check(batch, batch_idx)
@@ -291,6 +292,7 @@ class DiscreteVAE(StepModule):
             loss=loss.expand_as(kl), elbo=-reconstruction - kl, kl=kl, usage=q.probs
         )
 
+    @torch.compiler.disable(recursive=False)  # batch_idx is another one in each batch
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""
         self._check(batch, batch_idx)
@@ -349,6 +351,7 @@ class DiscreteVAE(StepModule):
                 f"{information:.2g} of {most:.3g} nats of information about an image"
             )
 
+    @torch.compiler.disable
     def _check(self, batch: Any, batch_idx: int) -> None:
         """Raise a ValueError for images that do not fit, or are not probabilities of pixels.
 
