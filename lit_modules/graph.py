@@ -283,6 +283,11 @@ class GraphStructureLearner(StepModule):
             loss = self.loss(batch, self(batch))
             self.val_means.add_rows(**self._rows(batch), loss=loss.expand(len(batch[1])))
 
+    @property
+    def test_work(self) -> str:
+        """What a test does, for the line that announces how long it takes."""
+        return f"{self.test_passes} passes over the pairs"
+
     @torch.compiler.disable(recursive=False)  # batch_idx is another one in each batch
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate ``test_passes`` passes."""

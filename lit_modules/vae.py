@@ -292,6 +292,11 @@ class DiscreteVAE(StepModule):
             loss=loss.expand_as(kl), elbo=-reconstruction - kl, kl=kl, usage=q.probs
         )
 
+    @property
+    def test_work(self) -> str:
+        """What a test does, for the line that announces how long it takes."""
+        return f"{self.nll_samples} samples of each image"
+
     @torch.compiler.disable(recursive=False)  # batch_idx is another one in each batch
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""

@@ -13,6 +13,8 @@ from cases_callbacks import quiet_trainer
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG
@@ -88,6 +90,14 @@ def test_lines_of_progress_say_how_long_a_run_takes(monkeypatch):
 
 
 # -- pictures -------------------------------------------------------------------------------------
+
+
+def test_a_fisher_picture_names_its_head_mass_and_scale(monkeypatch):
+    texts = []
+    for kind, name in ((Axes, "set_title"), (Colorbar, "set_label")):
+        monkeypatch.setattr(kind, name, lambda _, text, **__: texts.append(text))
+    fisher_picture(torch.tensor([[0.3, -0.4], [-0.4, 0.3]]), make_head("softmax", 2), "step 7")
+    assert list(filter(None, texts)) == ["softmax, step 7\noff-diagonal mass 0.800", "entry $G_{ij}$"]
 
 
 def test_pictures_have_one_color_scale_up_to_a_quarter():
