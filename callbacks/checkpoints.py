@@ -14,6 +14,9 @@ from catnat.lightning_compat import accumulates, log_step_now, validates_now
 from catnat.rng import State, random_states, set_random_states
 
 
+_DEFAULT_METRIC = "val/loss"  # of best.ckpt
+
+
 class LastCheckpoint(Checkpoint):
     """Keeps ``last.ckpt``, from which a run resumes.
 
@@ -127,7 +130,7 @@ class LastCheckpoint(Checkpoint):
 class BestCheckpoint(ModelCheckpoint):
     """Keeps ``best.ckpt``, the checkpoint with the best value of a metric of validation.
 
-    A model that does not log the metric gets no ``best.ckpt``. A resumed run compares with the
+    A model that does not log val/loss, the default metric, gets no ``best.ckpt``. A resumed run compares with the
     value of the file in its folder, even if the folder was moved. A new run that starts from
     another run's checkpoint has no such file, and compares with nothing at first.
 
@@ -138,7 +141,7 @@ class BestCheckpoint(ModelCheckpoint):
     """
 
     def __init__(
-        self, monitor: str = "val/loss", mode: str = "min", dirpath: str | Path | None = None
+        self, monitor: str = _DEFAULT_METRIC, mode: str = "min", dirpath: str | Path | None = None
     ) -> None:
         super().__init__(
             dirpath,
@@ -148,12 +151,13 @@ class BestCheckpoint(ModelCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
+        self.strict = monitor != _DEFAULT_METRIC  # see catnat.callbacks.monitors
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if the value is the best so far."""
         if self.monitor in trainer.callback_metrics:
             super().on_validation_end(trainer, pl_module)
-        elif self.monitor != "val/loss" and not trainer.sanity_checking:
+        elif self.strict and not trainer.sanity_checking:
             logged = ", ".join(trainer.callback_metrics)
             rank_zero_warn(f"no best.ckpt: the model logs no {self.monitor!r}, but {logged}")
 

@@ -19,6 +19,7 @@ from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
+from catnat.callbacks.monitors import check_monitors
 from catnat.callbacks.tags import description
 from catnat.lightning_compat import DummyExperiment
 from catnat.rng import State
@@ -133,6 +134,7 @@ class RunRecord(Callback):
     """Remembers the metrics of the latest validation until the weights change.
 
     They are part of a checkpoint: a run that resumes after its last step does not validate again.
+    A monitored metric that the model does not log is refused after the sanity check.
 
     Args:
         lines: print step, time left and metrics at each validation, for logs and pipes.
@@ -147,6 +149,10 @@ class RunRecord(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._progress = Progress(trainer.global_step)
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the names of the monitored metrics."""
+        check_monitors(trainer)
 
     def state_dict(self) -> State:
         """The metrics."""
