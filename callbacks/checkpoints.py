@@ -38,7 +38,6 @@ class LastCheckpoint(Checkpoint):
         require_at_least(1, every_n_steps=every_n_steps)
         self.path = str(Path(dirpath) / "last.ckpt")
         self.every_n_steps = every_n_steps
-        self._every_n_train_steps = every_n_steps  # as in Lightning's ModelCheckpoint
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the path of rank 0, which is the one that writes; forget an earlier run."""
