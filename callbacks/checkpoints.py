@@ -13,7 +13,6 @@ from catnat.checks import require_at_least
 from catnat.lightning_compat import accumulates, log_step_now, validates_now
 from catnat.rng import State, random_states, set_random_states
 
-
 _DEFAULT_METRIC = "val/loss"  # of best.ckpt
 
 
@@ -129,9 +128,9 @@ class LastCheckpoint(Checkpoint):
 class BestCheckpoint(ModelCheckpoint):
     """Keeps ``best.ckpt``, the checkpoint with the best value of a metric of validation.
 
-    A model that does not log val/loss, the default metric, gets no ``best.ckpt``. A resumed run compares with the
-    value of the file in its folder, even if the folder was moved. A new run that starts from
-    another run's checkpoint has no such file, and compares with nothing at first.
+    A model that does not log val/loss, the default metric, gets no ``best.ckpt``. A resumed run
+    compares with the value of the file in its folder, even if the folder was moved. A new run that
+    starts from another run's checkpoint has no such file, and compares with nothing at first.
 
     Args:
         monitor: the metric.

@@ -79,7 +79,16 @@ def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWri
     # TensorBoard reads files in the order of their names, which begin with the second of creation.
     while earlier and earlier[-1].split(".")[3] == f"{int(time.time()):010d}":
         time.sleep(0.01)
-    return DescribedWriter(str(folder), purge_step=resumed_at, max_queue=_QUEUE)
+    try:
+        return DescribedWriter(str(folder), purge_step=resumed_at, max_queue=_QUEUE)
+    except OSError as error:
+        raise _in_folder(error, folder) from None
+
+
+def _in_folder(error: OSError, folder: str | Path) -> OSError:
+    """The error with the place of the file: a full disk does not name it."""
+    error.filename = error.filename or f"{folder}/events.out.tfevents.*"
+    return error
 
 
 def write_row(logger: Logger, row: dict[str, float], step: int) -> None:
@@ -127,7 +136,12 @@ class RunLogger(TensorBoardLogger):
         row = repr((scalars, step))
         if row != self._latest:  # a step that is saved is logged before that, and after
             self._latest = row
-            super().log_metrics(scalars, step)
+            try:
+                super().log_metrics(scalars, step)
+            except ValueError as error:  # Lightning takes every failure for a value of a wrong type
+                if isinstance(error.__cause__, OSError):
+                    raise _in_folder(error.__cause__, self.log_dir) from None
+                raise
 
 
 class RunRecord(Callback):
