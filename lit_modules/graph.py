@@ -14,6 +14,7 @@ from catnat.checks import (
     require_name,
     require_positive,
 )
+from catnat.compiling import compiled_in_parts
 from catnat.cuda_graph import DeviceScalar
 from catnat.distributions import HeadCategorical
 from catnat.graphs import (
@@ -276,7 +277,7 @@ class GraphStructureLearner(StepModule):
 
     # -- evaluation ------------------------------------------------------------------------
 
-    @torch.compiler.disable(recursive=False)  # batch_idx is another one in each batch
+    @compiled_in_parts  # batch_idx changes from batch to batch
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate one pass."""
         with self.evaluation_noise(batch_idx):
@@ -288,7 +289,7 @@ class GraphStructureLearner(StepModule):
         """What a test does, for the line that announces how long it takes."""
         return f"{self.test_passes} passes over the pairs"
 
-    @torch.compiler.disable(recursive=False)  # batch_idx is another one in each batch
+    @compiled_in_parts  # batch_idx changes from batch to batch
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate ``test_passes`` passes."""
         with self.evaluation_noise(batch_idx):

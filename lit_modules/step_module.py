@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from catnat.compiling import not_compiled
 from catnat.cuda_graph import capturable_options, keep_kernels
 from catnat.lightning_compat import trainer_of
 from catnat.lit_modules.cuda_graph_steps import ReplayLoop
@@ -134,7 +135,7 @@ class StepModule(LightningModule):
                 options["fused"] = True
         return keep_kernels(kind(parameters, **options))
 
-    @torch.compiler.disable
+    @not_compiled
     def evaluation_noise(self, batch_idx: int) -> AbstractContextManager[None]:
         """Noise of an evaluated batch: the same each time, and without effect on training."""
         seed = batch_idx * self.trainer.world_size + self.global_rank
@@ -195,7 +196,7 @@ class StepModule(LightningModule):
         self._log_step(loss)
         return loss
 
-    @torch.compiler.disable  # a compiled step that reads the number of the step is compiled anew
+    @not_compiled  # it reads the number of the step
     def _log_step(self, loss: Tensor) -> None:
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.global_step + 1) % every == 0:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from catnat.checks import plain_options, require_at_least, require_name, require_positive
+from catnat.compiling import compiled_in_parts, not_compiled
 from catnat.cuda_graph import DeviceScalar
 from catnat.distributions import HeadCategorical
 from catnat.estimator_table import TABLE, find_estimator
@@ -279,7 +280,7 @@ class DiscreteVAE(StepModule):
 
     # -- evaluation ------------------------------------------------------------------------
 
-    @torch.compiler.disable(recursive=False)  # batch_idx is another one in each batch
+    @compiled_in_parts  # batch_idx changes from batch to batch
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One sample per image."""
         self._check(batch, batch_idx)
@@ -297,7 +298,7 @@ class DiscreteVAE(StepModule):
         """What a test does, for the line that announces how long it takes."""
         return f"{self.nll_samples} samples of each image"
 
-    @torch.compiler.disable(recursive=False)  # batch_idx is another one in each batch
+    @compiled_in_parts  # batch_idx changes from batch to batch
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""
         self._check(batch, batch_idx)
@@ -356,7 +357,7 @@ class DiscreteVAE(StepModule):
                 f"{information:.2g} of {most:.3g} nats of information about an image"
             )
 
-    @torch.compiler.disable
+    @not_compiled
     def _check(self, batch: Any, batch_idx: int) -> None:
         """Raise a ValueError for images that do not fit, or are not probabilities of pixels.
 
