@@ -33,7 +33,8 @@ def test_several_steps_a_batch_are_the_same_steps(without_cuda, data, kind, opti
     assert equal(one, many)
     fim = log_one.series("fim_sampled/off_diagonal_mass_l1")
     assert sorted(fim) == list(range(47))
-    assert log_many.series("fim_sampled/off_diagonal_mass_l1") == fim
+    # Steps that are computed together may be added up in another order.
+    assert log_many.series("fim_sampled/off_diagonal_mass_l1") == pytest.approx(fim, rel=1e-6)
     losses = log_one.series("train/loss")
     assert list(losses) == [13, 27, 41]
     assert log_many.series("train/loss") == pytest.approx(losses)
