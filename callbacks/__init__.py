@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from catnat.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from catnat.callbacks.fisher_monitor import FisherMonitor
 from catnat.callbacks.images import Figures
+from catnat.callbacks.progress import RunProgressBar, TestTime
 
 if TYPE_CHECKING:
     from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3
@@ -23,6 +24,8 @@ __all__ = [
     "FisherMonitor",
     "FisherMonitorSB3",
     "LastCheckpoint",
+    "RunProgressBar",
+    "TestTime",
 ]
 
 

@@ -13,6 +13,8 @@ from catnat.checks import require_at_least
 from catnat.lightning_compat import accumulates, log_step_now, validates_now
 from catnat.rng import State, random_states, set_random_states
 
+_DEFAULT_METRIC = "val/loss"  # of best.ckpt
+
 
 class LastCheckpoint(Checkpoint):
     """Keeps ``last.ckpt``, from which a run resumes.
@@ -35,7 +37,6 @@ class LastCheckpoint(Checkpoint):
         require_at_least(1, every_n_steps=every_n_steps)
         self.path = str(Path(dirpath) / "last.ckpt")
         self.every_n_steps = every_n_steps
-        self._every_n_train_steps = every_n_steps  # as in Lightning's ModelCheckpoint
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the path of rank 0, which is the one that writes; forget an earlier run."""
@@ -127,9 +128,9 @@ class LastCheckpoint(Checkpoint):
 class BestCheckpoint(ModelCheckpoint):
     """Keeps ``best.ckpt``, the checkpoint with the best value of a metric of validation.
 
-    A model that does not log the metric gets no ``best.ckpt``. A resumed run compares with the
-    value of the file in its folder, even if the folder was moved. A new run that starts from
-    another run's checkpoint has no such file, and compares with nothing at first.
+    A model that does not log val/loss, the default metric, gets no ``best.ckpt``. A resumed run
+    compares with the value of the file in its folder, even if the folder was moved. A new run that
+    starts from another run's checkpoint has no such file, and compares with nothing at first.
 
     Args:
         monitor: the metric.
@@ -138,7 +139,7 @@ class BestCheckpoint(ModelCheckpoint):
     """
 
     def __init__(
-        self, monitor: str = "val/loss", mode: str = "min", dirpath: str | Path | None = None
+        self, monitor: str = _DEFAULT_METRIC, mode: str = "min", dirpath: str | Path | None = None
     ) -> None:
         super().__init__(
             dirpath,
@@ -148,12 +149,13 @@ class BestCheckpoint(ModelCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
+        self.strict = monitor != _DEFAULT_METRIC  # see catnat.callbacks.monitors
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if the value is the best so far."""
         if self.monitor in trainer.callback_metrics:
             super().on_validation_end(trainer, pl_module)
-        elif self.monitor != "val/loss" and not trainer.sanity_checking:
+        elif self.strict and not trainer.sanity_checking:
             logged = ", ".join(trainer.callback_metrics)
             rank_zero_warn(f"no best.ckpt: the model logs no {self.monitor!r}, but {logged}")
 

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from catnat.fisher import off_diagonal_mass
 from catnat.heads.base import CategoricalHead
 from catnat.heads.nodes import levels
 from catnat.heads.tree import CatnatHead
@@ -70,12 +71,13 @@ def is_drawn(count: int, every: int) -> bool:
 def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
     """A Fisher matrix as an image (400, 460, 3) of bytes, with axes, color bar and tree levels.
 
-    Colors have a logarithmic scale from -1/4 to 1/4, or to the largest entry.
+    The name of the head and the off-diagonal mass of the matrix are above it. Colors have a
+    logarithmic scale from -1/4 to 1/4, or to the largest entry.
 
     Args:
         matrix: (S, S), finite.
         head: the head that it belongs to.
-        title: text above the picture.
+        title: text above the picture, after the name of the head.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, seldom needed
     from matplotlib.colors import SymLogNorm
@@ -83,16 +85,20 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
 
     limit = max(_LARGEST_ENTRY, float(matrix.abs().max()))
     figure = Figure(figsize=(4.6, 4.0), dpi=100, layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="score j", ylabel="score i")
+    mass = float(off_diagonal_mass(matrix))
+    title = f"{head.name}, {title}\noff-diagonal mass {mass:.3f}"
+    axes = figure.add_subplot(xlabel="score j", ylabel="score i")
+    axes.set_title(title, fontsize="medium")
     end = len(matrix) + 0.5
     extent = (0.5, end, end, 0.5)  # scores are counted from 1
     norm = SymLogNorm(limit / 1000, linscale=0.3, vmin=-limit, vmax=limit)
     image = axes.imshow(matrix.numpy(), "RdBu_r", norm, extent=extent, interpolation="nearest")
     axes.grid(visible=False)  # lines of a user's style would hide entries
-    axes.locator_params(nbins=8, integer=True)
+    axes.locator_params(nbins=8, integer=True, min_n_ticks=1)
     ticks = [limit * share for share in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1)]
     bar = figure.colorbar(image, ticks=ticks, format="%.3g", shrink=0.8)
     bar.ax.minorticks_off()
+    bar.set_label("entry $G_{ij}$")
     if isinstance(head, CatnatHead):
         for level_start, _ in list(levels(head.num_categories))[1:]:
             axes.axhline(level_start - 0.5, color="gray", linewidth=0.8)

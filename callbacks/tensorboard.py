@@ -19,6 +19,7 @@ from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
+from catnat.callbacks.monitors import check_monitors
 from catnat.callbacks.tags import description
 from catnat.lightning_compat import DummyExperiment
 from catnat.rng import State
@@ -78,7 +79,16 @@ def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWri
     # TensorBoard reads files in the order of their names, which begin with the second of creation.
     while earlier and earlier[-1].split(".")[3] == f"{int(time.time()):010d}":
         time.sleep(0.01)
-    return DescribedWriter(str(folder), purge_step=resumed_at, max_queue=_QUEUE)
+    try:
+        return DescribedWriter(str(folder), purge_step=resumed_at, max_queue=_QUEUE)
+    except OSError as error:
+        raise _in_folder(error, folder) from None
+
+
+def _in_folder(error: OSError, folder: str | Path) -> OSError:
+    """The error with the place of the file: a full disk does not name it."""
+    error.filename = error.filename or f"{folder}/events.out.tfevents.*"
+    return error
 
 
 def write_row(logger: Logger, row: dict[str, float], step: int) -> None:
@@ -126,13 +136,19 @@ class RunLogger(TensorBoardLogger):
         row = repr((scalars, step))
         if row != self._latest:  # a step that is saved is logged before that, and after
             self._latest = row
-            super().log_metrics(scalars, step)
+            try:
+                super().log_metrics(scalars, step)
+            except ValueError as error:  # Lightning takes every failure for a value of a wrong type
+                if isinstance(error.__cause__, OSError):
+                    raise _in_folder(error.__cause__, self.log_dir) from None
+                raise
 
 
 class RunRecord(Callback):
     """Remembers the metrics of the latest validation until the weights change.
 
     They are part of a checkpoint: a run that resumes after its last step does not validate again.
+    A monitored metric that the model does not log is refused after the sanity check.
 
     Args:
         lines: print step, time left and metrics at each validation, for logs and pipes.
@@ -147,6 +163,10 @@ class RunRecord(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._progress = Progress(trainer.global_step)
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the names of the monitored metrics."""
+        check_monitors(trainer)
 
     def state_dict(self) -> State:
         """The metrics."""

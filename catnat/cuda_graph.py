@@ -79,16 +79,14 @@ class StepGraph:
 
     def _capture(self, batch: Any) -> None:
         current = torch.cuda.current_stream()
-        self._graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         was_enabled = gc.isenabled()
         gc.disable()  # cyclic garbage waits: freeing an old graph would spoil a capture
         # The graph gets a workspace of cuBLAS that is its own. Lightning frees the common one when
         # an evaluation ends, and a later replay would write to memory that is gone.
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            with torch.cuda.graph(
-                self._graph, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._output = self.step(batch)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
@@ -97,6 +95,7 @@ class StepGraph:
         # Torch sets the place of the noise back to 0 on the stream that captures. On a busy device
         # that could come after the first replay has set the place: its noise would restart.
         current.wait_stream(self._stream)
+        self._graph = graph  # only now: a capture that fails leaves no graph to replay
 
 
 def why_not_captured(

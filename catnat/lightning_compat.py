@@ -135,8 +135,11 @@ def logging_in(module: LightningModule, hook: str) -> Iterator[None]:
 
 
 def save_interval(callback: Any) -> int:
-    """Number of steps between the checkpoints of a callback; 0 if it does not count steps."""
-    return getattr(callback, "_every_n_train_steps", 0)
+    """Number of steps between the checkpoints of a callback; 0 if it does not count steps.
+
+    It is the attribute ``every_n_steps``, and that of Lightning's ModelCheckpoint.
+    """
+    return getattr(callback, "every_n_steps", getattr(callback, "_every_n_train_steps", 0))
 
 
 def start_method(trainer: Trainer) -> str | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from catnat.compiling import not_compiled
 from catnat.fisher import off_diagonal_mass
 from catnat.losses import energy_score
 
@@ -122,6 +123,7 @@ class RowMeans(Metric):
         for name, value in sums.items():
             getattr(self, f"sum_of_{name}").add_(value.detach())
 
+    @not_compiled  # torchmetrics counts the updates
     def add_rows(self, **rows: Tensor) -> None:
         """Add the values of B rows, (B, *) each."""
         count = len(next(iter(rows.values())))

@@ -199,9 +199,11 @@ class ReplayLoop(AutomaticOptimization):
         groups = self._optimizer.param_groups
         for group, rate in zip(groups, self._device_rates, strict=False):
             group["lr"] = rate
-        yield
-        for group, number in zip(groups, self._rates, strict=True):
-            group["lr"] = number
+        try:
+            yield
+        finally:
+            for group, number in zip(groups, self._rates, strict=True):
+                group["lr"] = number
 
     def _send_rates(self) -> None:
         """Copy learning rates that have changed to the device."""

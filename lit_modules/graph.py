@@ -14,6 +14,7 @@ from catnat.checks import (
     require_name,
     require_positive,
 )
+from catnat.compiling import compiled_in_parts
 from catnat.cuda_graph import DeviceScalar
 from catnat.distributions import HeadCategorical
 from catnat.graphs import (
@@ -276,12 +277,19 @@ class GraphStructureLearner(StepModule):
 
     # -- evaluation ------------------------------------------------------------------------
 
+    @compiled_in_parts  # batch_idx changes from batch to batch
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate one pass."""
         with self.evaluation_noise(batch_idx):
             loss = self.loss(batch, self(batch))
             self.val_means.add_rows(**self._rows(batch), loss=loss.expand(len(batch[1])))
 
+    @property
+    def test_work(self) -> str:
+        """What a test does, for the line that announces how long it takes."""
+        return f"{self.test_passes} passes over the pairs"
+
+    @compiled_in_parts  # batch_idx changes from batch to batch
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate ``test_passes`` passes."""
         with self.evaluation_noise(batch_idx):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from catnat.compiling import not_compiled
 from catnat.cuda_graph import capturable_options, keep_kernels
 from catnat.lightning_compat import trainer_of
 from catnat.lit_modules.cuda_graph_steps import ReplayLoop
@@ -134,6 +135,7 @@ class StepModule(LightningModule):
                 options["fused"] = True
         return keep_kernels(kind(parameters, **options))
 
+    @not_compiled
     def evaluation_noise(self, batch_idx: int) -> AbstractContextManager[None]:
         """Noise of an evaluated batch: the same each time, and without effect on training."""
         seed = batch_idx * self.trainer.world_size + self.global_rank
@@ -191,11 +193,15 @@ class StepModule(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss of a batch, logged every ``log_every_n_steps`` steps."""
         loss = self.step_loss(batch)
+        self._log_step(loss)
+        return loss
+
+    @not_compiled  # it reads the number of the step
+    def _log_step(self, loss: Tensor) -> None:
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.global_step + 1) % every == 0:
             self.log("train/loss", loss, prog_bar=True)
             self.log_dict(self.logged_settings())
-        return loss
 
     def on_save_checkpoint(self, checkpoint: State) -> None:
         """Log the latest loss of replayed steps; save the optimizer as an eager run would."""

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from catnat.checks import plain_options, require_at_least, require_name, require_positive
+from catnat.compiling import compiled_in_parts, not_compiled
 from catnat.cuda_graph import DeviceScalar
 from catnat.distributions import HeadCategorical
 from catnat.estimator_table import TABLE, find_estimator
@@ -279,6 +280,7 @@ class DiscreteVAE(StepModule):
 
     # -- evaluation ------------------------------------------------------------------------
 
+    @compiled_in_parts  # batch_idx changes from batch to batch
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One sample per image."""
         self._check(batch, batch_idx)
@@ -291,6 +293,12 @@ class DiscreteVAE(StepModule):
             loss=loss.expand_as(kl), elbo=-reconstruction - kl, kl=kl, usage=q.probs
         )
 
+    @property
+    def test_work(self) -> str:
+        """What a test does, for the line that announces how long it takes."""
+        return f"{self.nll_samples} samples of each image"
+
+    @compiled_in_parts  # batch_idx changes from batch to batch
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""
         self._check(batch, batch_idx)
@@ -349,6 +357,7 @@ class DiscreteVAE(StepModule):
                 f"{information:.2g} of {most:.3g} nats of information about an image"
             )
 
+    @not_compiled
     def _check(self, batch: Any, batch_idx: int) -> None:
         """Raise a ValueError for images that do not fit, or are not probabilities of pixels.
 

