@@ -80,9 +80,8 @@ class MNISTDataModule(InMemoryDataModule):
         root: folder of the files. Only the default folder is downloaded to; any other folder
             without the files raises a ``ValueError``.
         variant: "gray" for pixels in [0, 1], "binary" for pixels thresholded at 0.5, or
-        "stochastic"
-            for Bernoulli samples of the gray pixels. A training image is sampled again in every
-            epoch; validation and test images are sampled once.
+            "stochastic" for Bernoulli samples of the gray pixels. A training image is sampled again
+            in every epoch; validation and test images are sampled once.
         batch_size: batch size of each device (B).
         seed: seed of the split into training and validation, the order and the binarization.
         download: whether to download the files if the default root does not have them.

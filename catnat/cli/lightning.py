@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from catnat.callbacks.checkpoints import LastCheckpoint
 from catnat.callbacks.files import AtomicCheckpointIO, load_checkpoint
 from catnat.callbacks.images import Figures
+from catnat.callbacks.progress import RunProgressBar, TestTime
 from catnat.callbacks.tensorboard import RunRecord
 from catnat.checks import numbers, require_at_least, require_positive, require_within
 from catnat.cli.folder import RunFolder
@@ -143,7 +144,9 @@ class LightningRun(CatnatCLI):
         self.logger = make_logger(self.folder, self.began)
         self.logger.begun = False
         if not options["barebones"]:
-            callbacks = [self.record, Figures(), *callbacks]
+            callbacks = [self.record, Figures(), TestTime(), *callbacks]
+            if options["enable_progress_bar"] and not has_bar:
+                callbacks.append(RunProgressBar())
             if any(isinstance(module, CategoricalHead) for module in self.model.modules()):
                 callbacks.insert(0, self.config_init.fisher)
             plugins = [_RecordingIO(self), *_as_list(options["plugins"])]
