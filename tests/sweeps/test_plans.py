@@ -6,6 +6,8 @@ from cases import slow
 from cases_sweep import PLANS, ROOT, run_command
 
 from catnat.sweeps import plan, sweep
+from catnat.sweeps.check import check
+from catnat.sweeps.defaults import Rows
 
 WHOLE = {
     "title": "T",
@@ -99,12 +101,13 @@ def test_scales_lie_over_the_plan_and_the_plan_over_its_base_at_that_scale(tmp_p
 @pytest.mark.parametrize("path", [*PLANS[:2], *map(slow, PLANS[2:])], ids=lambda path: path.stem)
 def test_our_plans_have_sound_grids_and_options_that_train_takes(path, tmp_path):
     for scale in plan.scales(str(path)):
-        names = [run.name for run in plan.load(str(path), scale).runs({})]
+        names = [run.name() for run in plan.load(str(path), scale).runs(Rows())]
         assert len(set(names)) == len(names)
     if path.stem == "minatar":
         pytest.importorskip("minatar.gym")  # paper/minatar is a package of that name, too
     args = sweep.build_parser().parse_args([str(path), "--scale=smoke", f"--runs={tmp_path}"])
-    sweep.Sweep.load(str(path), args).check()
+    loaded = sweep.Sweep.load(str(path), args)
+    check(loaded.plan, loaded.rows(), loaded.folder)
 
 
 # -- published rows --------------------------------------------------------------------------------
@@ -125,5 +128,5 @@ def test_a_plan_finds_its_published_runs_from_the_search_to_the_last_seed(name, 
     loaded = sweep.Sweep.load(path, args)
     rows = loaded.rows()
     finals = [run for run in loaded.plan.runs(rows) if run.stage == "final"]
-    done = sum(run.key in rows for run in finals)
+    done = sum(rows.get(run) is not None for run in finals)
     assert (done, len(finals)) == PUBLISHED[name, scale]
