@@ -1,8 +1,4 @@
-"""A plan: which runs a table consists of. Any YAML file.
-
-A plan is read into :class:`Plan`, whose attributes are its keys. ``base`` names the file of a plan
-that it changes, at the same scale (null takes a key away), ``scales`` has versions of it by name.
-Files and folders in a plan are relative to the plan's own folder.
+"""A plan: which runs a table consists of. :class:`Plan` lists the keys of its YAML file.
 
 Each combination of values of ``grid`` is a cell, a line of the table. A cell has up to three
 stages: a search tries settings, a refined one tries more of them near the best, and final runs
@@ -15,11 +11,7 @@ import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-import yaml
-from jsonargparse import ArgumentError, ArgumentParser, get_loader
 
 from catnat.checks import require_choice
 from catnat.cli.names import Options
@@ -62,7 +54,7 @@ class Plan:
         options: options of all runs.
         grid: values of options; a cell is one combination of them. A key of several options has
             lists as values.
-        search: search of settings for each cell; optional.
+        search: search of settings for each cell (:class:`catnat.sweeps.search.Search`); optional.
         seeds: seeds of the final runs.
         metrics: columns of the table.
         names: short names of options.
@@ -160,7 +152,9 @@ class Plan:
     def describe(self, run: Run) -> str:
         """The stage of a run, and the options that vary in the plan, by their short names."""
         varied = [x for x in self.cells[0] if len({str(cell[x]) for cell in self.cells}) > 1]
-        names = dict.fromkeys([*varied, *self.searched, "seed"])
+        fixed = [key for key, value in self.search.fixed.items() if not isinstance(value, dict)]
+        chosen = [name for name in self.searched if name not in " ".join(fixed).split()]
+        names = dict.fromkeys([*varied, *chosen, "seed"])
         values = {name: run.options.get(name) for name in names}
         texts = [f"{self.short(name)}={x}" for name, x in values.items() if x is not None]
         return f"{run.stage} {' '.join(texts)}"
@@ -285,80 +279,3 @@ class Plan:
                 return None
             values.append(row.get(self.search.metric, math.nan))
         return statistics.fmean(values)
-
-
-# -- reading ---------------------------------------------------------------------------------------
-
-
-def scales(name: str) -> list[str]:
-    """The scales of a plan."""
-    try:
-        content = _read(Path(name))
-    except RecursionError:
-        raise ValueError(f"{name}: its base leads back to itself") from None
-    return list(content.get("scales") or {"": {}})
-
-
-def load(name: str, scale: str | None = None) -> Plan:
-    """A plan by its file, at a scale (default: small, else its first).
-
-    A ValueError says what is wrong.
-    """
-    path = Path(name)
-    scale_names = scales(name)
-    if scale and scale_names == [""]:
-        raise ValueError(f"{path.name} has no scales, {scale!r} is not one")
-    scale = scale or ("small" if "small" in scale_names else scale_names[0])
-    require_choice(scale_names, **{f"scale of {path.name}": scale})
-    content = _read(path, scale)
-    content.pop("scales", None)
-    for part in ("metrics", "grid", "options", "search", "names"):
-        try:
-            _mapping(content.get(part))
-        except ValueError as error:
-            raise ValueError(f"{path.name}, {part}: {error}") from None
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Plan, "plan")
-    try:
-        plan = parser.instantiate(parser.parse_object({"plan": content})).plan
-    except (ValueError, ArgumentError) as error:
-        raise ValueError(f"{path.name}, scale {scale}: {error}") from error
-    plan.name = path.stem
-    plan.scale = scale
-    plan.folders = [plan.path, str(path.parent.resolve())]
-    return plan
-
-
-def _read(path: Path, scale: str = "") -> Options:
-    """A file at a scale, laid over its base at that scale."""
-    try:
-        content = _mapping(get_loader("yaml")(path.read_text()))
-        layer = _mapping(_mapping(content.get("scales")).get(scale))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from None
-    base = content.pop("base", None)
-    result = {} if base is None else _read(path.parent / str(base), scale)
-    for above in (content, layer):
-        for key in above.keys() & {"path", "results"}:
-            above[key] = above[key] and str((path.parent / str(above[key])).resolve())
-        result = merged(result, above)
-    return result
-
-
-def _mapping(value: Any) -> Options:
-    if not isinstance(value or {}, dict) or not all(isinstance(key, str) for key in value or ()):
-        raise ValueError(f"expected keys and values, got {value!r}")
-    return value or {}
-
-
-def merged(below: Options, above: Options) -> Options:
-    """Mappings laid over each other at every depth; None takes a key away."""
-    result = dict(below)
-    for key, value in above.items():
-        if isinstance(value, dict) and isinstance(result.get(key), dict):
-            result[key] = merged(result[key], value)
-        elif value is None:
-            result.pop(key, None)
-        else:
-            result[key] = value
-    return result

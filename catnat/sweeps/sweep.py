@@ -33,11 +33,11 @@ from jsonargparse.typing import PositiveInt
 
 from catnat.checks import require_choice
 from catnat.cli.names import Options
-from catnat.sweeps import plan as plans
-from catnat.sweeps import runs
+from catnat.sweeps import plan_file, runs
 from catnat.sweeps.check import check
 from catnat.sweeps.defaults import Defaults, Rows
 from catnat.sweeps.engines import Engine, make_engine
+from catnat.sweeps.plan import Plan
 from catnat.sweeps.runs import Row, Run
 from catnat.sweeps.study import SharedStudy
 from catnat.sweeps.words import plan_parser, read_pairs
@@ -94,8 +94,9 @@ def build_parser() -> argparse.ArgumentParser:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Let signals that end a process interrupt it, so that its runs save a checkpoint."""
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.default_int_handler)
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):  # Windows has no SIGHUP
+            signal.signal(getattr(signal, name), signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
@@ -113,9 +114,7 @@ class Sweep:
             defaults of the latest rows, which are known at once.
     """
 
-    def __init__(
-        self, plan: plans.Plan, rows_path: Path, folder: Path, resolves: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, rows_path: Path, folder: Path, resolves: bool = False) -> None:
         self.plan = plan
         self.rows_path = rows_path.resolve()
         self.folder = folder.resolve()
@@ -145,7 +144,7 @@ class Sweep:
             extra: options for every run, as words such as --root=DATA.
             resolves: see :class:`Sweep`.
         """
-        plan = plans.load(name, args.scale)
+        plan = plan_file.load(name, args.scale)
         results = args.results or Path(plan.results or "results")
         if plan.scale == SMOKE and not args.results:
             results = args.runs / "results"

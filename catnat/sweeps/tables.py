@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from catnat.cli.names import Options
-from catnat.sweeps import plan as plans
+from catnat.sweeps import plan_file
 from catnat.sweeps.defaults import Rows
 from catnat.sweeps.plan import Plan
 from catnat.sweeps.runs import Row, Run, is_finished, metrics_of
@@ -33,7 +33,7 @@ def main(words: list[str]) -> int:
     for name in args.plans:
         scales = [args.scale]
         if wants_all:
-            scales = [scale for scale in plans.scales(name) if scale != SMOKE]
+            scales = [scale for scale in plan_file.scales(name) if scale != SMOKE]
         for scale in scales:
             args.scale = scale
             sweep = Sweep.load(name, args)

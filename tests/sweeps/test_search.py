@@ -2,11 +2,20 @@
 
 import optuna
 import pytest
-from cases_sweep import PLANS, arguments, run_command, run_sweep, start_sweep, wait_for, write_plan
+from cases_sweep import (
+    PLANS,
+    arguments,
+    do_at_once,
+    run_command,
+    run_sweep,
+    start_sweep,
+    wait_for,
+    write_plan,
+)
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from catnat.sweeps import plan, runs, sweep
+from catnat.sweeps import plan_file, runs, sweep
 from catnat.sweeps.search import Search
 from catnat.sweeps.study import SharedStudy
 
@@ -23,7 +32,8 @@ def searched(path):
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
-def test_trials_then_final_runs_of_the_best(sampler, tmp_path, capsys):
+def test_trials_then_final_runs_of_the_best(sampler, tmp_path, capsys, monkeypatch):
+    do_at_once(monkeypatch)
     path = write_plan(tmp_path, grid={"x": [1.5]}, search=TPE | {"sampler": sampler})
     assert run_sweep(path) == 0
     assert "6 of 6 trials done" in capsys.readouterr().out
@@ -56,7 +66,8 @@ def test_tpe_learns_from_the_trials_before(tmp_path):
     assert by_tpe[10] < at_random[10] / 2
 
 
-def test_a_grid_of_steps_and_choices_is_tried_once_each(tmp_path):
+def test_a_grid_of_steps_and_choices_is_tried_once_each(tmp_path, monkeypatch):
+    do_at_once(monkeypatch)
     space = {"rate": {"low": 1, "high": 3, "step": 2}, "other": {"choices": ["a", "b"]}}
     path = write_plan(tmp_path, grid={"x": [1.0]}, search={"sampler": "grid", "space": space})
     assert run_sweep(path) == 0
@@ -64,7 +75,8 @@ def test_a_grid_of_steps_and_choices_is_tried_once_each(tmp_path):
     assert tried == [("1", "a"), ("1", "b"), ("3", "a"), ("3", "b")]
 
 
-def test_rows_alone_continue_a_search_on_another_machine(tmp_path):
+def test_rows_alone_continue_a_search_on_another_machine(tmp_path, monkeypatch):
+    do_at_once(monkeypatch)
     path = write_plan(tmp_path, grid={"x": [1.5]}, search=TPE | {"trials": 4})
     assert run_sweep(path) == 0
     (journal,) = (tmp_path / "results" / "tiny" / ".optuna").glob("*.journal")
@@ -151,6 +163,8 @@ def test_conditional_and_derived_values(tmp_path):
         ({"sampler": "grid", "space": RATE}, "a grid needs choices or steps"),
         (TPE | {"space": {"rate": {"low": 1}}}, "low and high or choices"),
         (TPE | {"space": {"rate": {"low": 3, "high": 1}}}, "low"),
+        (TPE | {"space": {"rate": {"choices": [1], "low": 2}}}, "low and high or choices"),
+        (TPE | {"space": {"rate": {"low": 0, "high": 9, "when": 3}}}, "when needs names"),
         (TPE | {"space": {"rate": {"low": 0.0, "high": 1.0, "log": True}}}, "low"),
         (TPE | {"space": {"x": {"choices": [1, 2]}}}, "6 trials, but the space has 2"),
         (TPE | {"space": {"x": {"low": 0.0, "high": 1.0}}}, "x appears twice"),
@@ -174,7 +188,7 @@ def test_a_wrong_space_is_one_line(keys, words, tmp_path, capsys):
 @pytest.mark.parametrize("game", ["breakout", "seaquest"])
 def test_ppo_is_searched_as_the_paper_s_table_8_prints_it(game):
     (path,) = (path for path in PLANS if path.stem == f"ppo_{game}")
-    loaded = plan.load(str(path), "paper")
+    loaded = plan_file.load(str(path), "paper")
     assert loaded.search.sampler == "tpe" and loaded.search.trials == 160
     assert loaded.search.top == 10 and len(loaded.seeds) == 10
     assert loaded.options["total_steps"] == 8_000_000

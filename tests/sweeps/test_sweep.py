@@ -6,10 +6,19 @@ import threading
 
 import pytest
 import yaml
-from cases_sweep import ROOT, arguments, run_command, run_sweep, start_sweep, wait_for, write_plan
+from cases_sweep import (
+    ROOT,
+    arguments,
+    do_at_once,
+    run_command,
+    run_sweep,
+    start_sweep,
+    wait_for,
+    write_plan,
+)
 from filelock import FileLock
 
-from catnat.sweeps import engines, plan, runs, sweep
+from catnat.sweeps import engines, plan_file, runs, sweep
 from catnat.sweeps.defaults import Rows
 
 SEARCH = {"grid": {"rate": [0.0, 1.0, 4.0]}, "seeds": [0]}
@@ -54,7 +63,10 @@ def test_runs_with_a_row_are_not_repeated_and_rows_alone_are_enough(tmp_path, ca
     ("x", "change", "count"),
     [(1.0, {"steps": 5}, 4), (1.0000001, {}, 4), (1, {"save_every": 9}, 2)],
 )
-def test_an_edited_plan_does_not_count_old_runs_unless_it_only_observes(tmp_path, x, change, count):
+def test_an_edited_plan_does_not_count_old_runs_unless_it_only_observes(
+    tmp_path, x, change, count, monkeypatch
+):
+    do_at_once(monkeypatch)
     path = write_plan(tmp_path, grid={"x": [1.0]}, options={"steps": 3, "save_every": 10})
     assert run_sweep(path) == 0
     write_plan(tmp_path, grid={"x": [x]}, options={"steps": 3} | change)
@@ -83,7 +95,8 @@ def test_a_run_s_folder_stays_inside_that_of_the_runs(env, tmp_path):
     assert "/" not in name and " " not in name
 
 
-def test_search_then_refined_then_all_seeds_with_the_best(tmp_path):
+def test_search_then_refined_then_all_seeds_with_the_best(tmp_path, monkeypatch):
+    do_at_once(monkeypatch)
     search = SEARCH | {"factors": [0.5, 2.0]}
     path = write_plan(tmp_path, grid={"x": [1.9]}, search=search)
     assert run_sweep(path) == 0
@@ -93,19 +106,20 @@ def test_search_then_refined_then_all_seeds_with_the_best(tmp_path):
     assert stages[5:] == [("final", "2.0", "1"), ("final", "2.0", "2")]
 
 
-def test_of_several_finalists_the_best_after_the_final_runs_is_in_the_table(tmp_path):
+def test_of_several_finalists_the_best_after_the_final_runs_is_in_the_table(tmp_path, monkeypatch):
+    do_at_once(monkeypatch)
     grid = {"rate": [1.0, 2.0, 9.0], "other": [3]}
     search = {"grid": grid, "options": {"x": 1.6}, "seeds": [0, 7], "top": 2}
     path = write_plan(tmp_path, grid={"y": [1]}, options={"x": 1.4}, search=search)
     assert run_sweep(path) == 0
-    loaded, rows = plan.load(str(path)), Rows(rows_of(path))
+    loaded, rows = plan_file.load(str(path)), Rows(rows_of(path))
     assert [x["rate"] for x in loaded.selected({"y": 1}, rows)] == [2.0, 1.0]
     assert loaded.table_settings({"y": 1}, rows) == {"rate": 1.0, "other": 3}
 
 
 def test_a_search_that_failed_between_two_others_does_not_disturb_their_order(tmp_path):
     search = {"grid": {"rate": [2.0, 3.0, 1.0]}}
-    loaded = plan.load(str(write_plan(tmp_path, grid={"y": [1]}, search=search)))
+    loaded = plan_file.load(str(write_plan(tmp_path, grid={"y": [1]}, search=search)))
     losses = {2.0: {"val/loss": 2.0}, 3.0: {}, 1.0: {"val/loss": 1.0}}
     searches = [run for run in loaded.runs(Rows()) if run.stage == "search"]
     rows = Rows(run.row(losses[run.options["rate"]]) for run in searches)
@@ -240,7 +254,8 @@ def test_a_damaged_file_of_rows_is_refused_and_stays_as_it_is(name, command, tmp
     assert rows_path.read_bytes() == content
 
 
-def test_only_does_a_part(tmp_path, capsys):
+def test_only_does_a_part(tmp_path, capsys, monkeypatch):
+    do_at_once(monkeypatch)
     path = write_plan(tmp_path, names={"x": "short"})
     assert run_sweep(path, "--only", "short=1.0", "seed=2") == 0
     assert [(r["x"], r["seed"]) for r in rows_of(path)] == [("1.0", "2")]
@@ -250,12 +265,23 @@ def test_only_does_a_part(tmp_path, capsys):
         assert text in error and error.count("\n") == 1
 
 
-def test_options_after_two_dashes_belong_to_every_run(tmp_path):
+def test_options_after_two_dashes_belong_to_every_run(tmp_path, monkeypatch):
+    do_at_once(monkeypatch)
     path = write_plan(tmp_path, seeds=[1])
     assert run_sweep(path, "--", "--rate=2", "--more=3") == 0
     assert {(r["rate"], r["more"]) for r in rows_of(path)} == {("2", "3")}
     for word in ("--x=1", "--model.x=1", "--ckpt_path=last"):  # its grid, and what a sweep sets
         assert run_sweep(path, "--", word) == 2
+
+
+def test_a_line_names_the_run_by_what_varies(tmp_path, monkeypatch, capsys):
+    do_at_once(monkeypatch)
+    fixed = {"rate": {"a": 1.0, "b": 2.0}, "other": 5}
+    path = write_plan(tmp_path, grid={"x": [1.0], "head": ["a", "b"]}, search={"fixed": fixed})
+    assert run_sweep(path, "--only", "seed=1") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "final head" in line]
+    names = [line.partition(" ")[2].partition(":")[0] for line in lines]
+    assert names == ["final head=a rate=1.0 seed=1", "final head=b rate=2.0 seed=1"]
 
 
 def test_runs_are_dealt_out_to_the_gpus(tmp_path, monkeypatch):
@@ -266,7 +292,8 @@ def test_runs_are_dealt_out_to_the_gpus(tmp_path, monkeypatch):
     assert {file.read_text() for file in files} == {"4", "6"}
 
 
-def test_a_metric_that_a_run_does_not_have_stops_the_sweep(tmp_path, capsys):
+def test_a_metric_that_a_run_does_not_have_stops_the_sweep(tmp_path, capsys, monkeypatch):
+    do_at_once(monkeypatch)
     path = write_plan(tmp_path, metrics={"test/nl": {}})
     assert run_sweep(path) == 2
     error = capsys.readouterr().err

@@ -7,7 +7,7 @@ import scipy.stats
 from cases_sweep import ROOT, arguments, run_command, write_plan
 from torch.utils.tensorboard import SummaryWriter
 
-from catnat.sweeps import figures, plan, runs, significance, tables
+from catnat.sweeps import figures, plan_file, runs, significance, tables
 from catnat.sweeps.defaults import Rows
 
 HEADS = ("softmax", "sigmoid", "natural")
@@ -23,7 +23,7 @@ def path(tmp_path):
     """A plan with rows: three heads, two sizes of which one has no rows."""
     keys = {"grid": {"size": [8, 16], "head": list(HEADS)}, "seeds": [1, 2, 3]}
     path = write_plan(tmp_path, **keys, names={"size": "K"}, options={"x": 1})
-    loaded = plan.load(str(path))
+    loaded = plan_file.load(str(path))
     rows = []
     for head, values in NLL.items():
         for seed, value in enumerate(values, 1):
@@ -62,7 +62,7 @@ def test_values_may_be_lists_null_and_words(tmp_path, capsys):
     assert "| [1, 2] | — |" in table(path, capsys) and "| None | — |" in table(path, capsys)
     for values in ([[8, 8], [16], [4]], [0.1, None, 0.3], ["b", "c", "d"], [1, 2, 3]):
         path = write_plan(tmp_path, grid={"x": [1]}, search={"grid": {"y": values}}, seeds=[1])
-        loaded = plan.load(str(path))
+        loaded = plan_file.load(str(path))
         rows = [run.row({"val/loss": 1.0}) for run in loaded.runs(Rows())]
         (cell,) = tables.cells_of(loaded, Rows(rows))
         assert cell.notes == (["y at the edge of the search"] if values == [1, 2, 3] else [])
@@ -115,7 +115,7 @@ def test_curves_come_from_event_files_of_runs(path, tmp_path, capsys):
     words = [*arguments(path), "--out", str(tmp_path / "f")]
     assert run_command("figures", words) == 2
     assert "no run has curves of val/elbo" in capsys.readouterr().err
-    loaded = plan.load(str(path))
+    loaded = plan_file.load(str(path))
     run = loaded.run({"size": 8, "head": "natural"}, {}, 1, "final")
     with SummaryWriter(str(tmp_path / "runs" / "tiny" / run.name() / "version_0")) as writer:
         for step in range(4):
