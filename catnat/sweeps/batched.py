@@ -96,20 +96,20 @@ def train(sweep: "Sweep", most: int) -> None:
     if program in (sweep.plan.program, *RL_MODELS):
         raise ValueError(f"--engine batched needs a LightningModule, not {program}")
     device = device_name()
-    while runs := {sweep.folder_of(run): run for run in sweep.start()}:
-        members = [build(run.arguments(folder), folder) for folder, run in runs.items()]
+    while runs := sweep.start():
+        members = []
+        for run in runs:
+            folder = sweep.folder_of(run)
+            members.append(build(run.arguments(folder), folder))
+        run_of = {id(member): run for member, run in zip(members, runs, strict=True)}
         for group in groups(members, most):
             with ExitStack() as locks:
-                free = [x for x in group if locks.enter_context(sweep.claim(runs[x.folder]))]
+                free = [x for x in group if locks.enter_context(sweep.claim(run_of[id(x)]))]
                 if free:
                     Group(free).train()
-                sweep.record(
-                    [
-                        (runs[x.folder], {**x.metrics, "note": x.failure, "device": device})
-                        for x in free
-                    ],
-                    "batched",
-                )
+                outcomes = [{**x.metrics, "note": x.failure, "device": device} for x in free]
+                ended = [run_of[id(member)] for member in free]
+                sweep.record(zip(ended, outcomes, strict=True), "batched")
 
 
 def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
