@@ -15,8 +15,9 @@ from measures import PAPER, PRINTED
 
 from catnat.checks import require_choice
 from catnat.sweeps.plan import Plan
-from catnat.sweeps.sweep import Sweep, plan_parser
+from catnat.sweeps.sweep import Sweep
 from catnat.sweeps.tables import MISSING, Cell, cells_of
+from catnat.sweeps.words import plan_parser
 
 TABLES = yaml.safe_load((PAPER / "beside.yaml").read_text())
 

@@ -14,7 +14,8 @@ import sys
 import pandas as pd
 
 from catnat.sweeps.figures import read_curve
-from catnat.sweeps.sweep import Sweep, plan_parser
+from catnat.sweeps.sweep import Sweep
+from catnat.sweeps.words import plan_parser
 
 
 def curves(sweep: Sweep) -> list[dict[str, str]]:
@@ -26,8 +27,8 @@ def curves(sweep: Sweep) -> list[dict[str, str]]:
         if run.stage == "final":
             options = {name: run.options.get(name) for name in varied}
             text = {name: "" if value is None else str(value) for name, value in options.items()}
-            steps, losses = read_curve(sweep.folder / run.name, "val/loss")
-            _, kls = read_curve(sweep.folder / run.name, "val/kl")
+            steps, losses = read_curve(sweep.folder_of(run), "val/loss")
+            _, kls = read_curve(sweep.folder_of(run), "val/kl")
             for step, loss, kl in zip(steps, losses, kls, strict=False):
                 numbers = {"val/loss": f"{loss:.3f}", "val/kl": f"{kl:.3f}"}
                 points.append({**text, "step": str(int(step)), **numbers})

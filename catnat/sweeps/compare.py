@@ -8,7 +8,6 @@ catnat compare runs/vae/*/version_* --plot curves.png --tag val/loss
 import math
 import re
 from collections import defaultdict
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -20,13 +19,13 @@ from catnat.sweeps.runs import (
     Row,
     by_key,
     is_finished,
-    make_parser,
     read,
     read_metrics,
-    read_pairs,
+    short_name,
     text_of,
 )
-from catnat.sweeps.significance import against_best, bold, interval, mean_and_spread
+from catnat.sweeps.significance import interval, marked, mean_and_spread
+from catnat.sweeps.words import make_parser, read_pairs
 
 _HIGHER = r".*(elbo|return|accuracy)$"  # metrics of which higher values are better
 _DIRECTED = rf"{_HIGHER}|.*(loss|nll|mae|mse|gap|energy_score)(_2x)?$"
@@ -76,12 +75,19 @@ def main(words: list[str]) -> int:
     for key, group in groups.items():
         task = tuple(value for name, value in zip(names, key, strict=True) if name in tasks)
         by_task[task][key] = group
-    marked = marks(metrics, list(by_task.values()))
+    places = marked(
+        (
+            {(metric, key): values for key, values in samples_of(metric, task_groups).items()},
+            better_of(metric),
+        )
+        for metric in metrics
+        for task_groups in by_task.values()
+    )
     entries = []
     for metric in metrics:
         texts: dict[Key, str] = {}
         for task_groups in by_task.values():
-            texts |= column(metric, task_groups, marked)
+            texts |= column(metric, task_groups, places)
         entries.append(texts)
     lines = [[*names, "n", *metrics]]
     for key in dict.fromkeys([*entries[0], *groups]):
@@ -123,7 +129,7 @@ def rows_of(path: Path) -> list[Row]:
         if option == "class_path":
             row[group] = value.rpartition(".")[2]
         elif group in ("model", "data", "trainer") and value is not None:
-            row["data.seed" if option == "seed" else option] = text_of(value)
+            row[short_name(name)] = text_of(value)
     row |= {"seed": text_of(config["seed_everything"]), "folder": str(path)}
     return [row | read_metrics(path / "metrics.json")]
 
@@ -133,26 +139,19 @@ def samples_of(metric: str, groups: Groups) -> dict[Key, list[float]]:
     return {key: [row[metric] for row in rows if metric in row] for key, rows in groups.items()}
 
 
-def marks(metrics: list[str], tasks: list[Groups]) -> set[tuple[str, Key]]:
-    """The metrics and groups that are the best of a task, or do not differ significantly."""
-    places = []
-    p_values = []
-    for metric, groups in product(metrics, tasks):
-        samples = samples_of(metric, groups)
-        better = None
-        if re.match(_DIRECTED, metric):
-            better = "higher" if re.match(_HIGHER, metric) else "lower"
-        places += [(metric, key) for key in samples]
-        p_values += against_best(list(samples.values()), better)
-    return {place for place, is_bold in zip(places, bold(p_values), strict=True) if is_bold}
+def better_of(metric: str) -> str | None:
+    """Whether lower or higher values of a metric are better; None if that is not known."""
+    if not re.match(_DIRECTED, metric):
+        return None
+    return "higher" if re.match(_HIGHER, metric) else "lower"
 
 
-def column(metric: str, groups: Groups, marked: set[tuple[str, Key]]) -> dict[Key, str]:
+def column(metric: str, groups: Groups, places: set[tuple[str, Key]]) -> dict[Key, str]:
     """Mean ± standard deviation of each group, and its difference from the best; best first."""
     samples = samples_of(metric, groups)
     means = {key: fmean(values) for key, values in samples.items() if values}
-    has_best = len(means) > 1 and re.match(_DIRECTED, metric)
-    sign = -1 if re.match(_HIGHER, metric) else 1
+    has_best = len(means) > 1 and better_of(metric)
+    sign = -1 if better_of(metric) == "higher" else 1
     order = sorted(means, key=lambda key: (math.isnan(means[key]), sign * means[key]))
     best = order[0] if order else ()
     texts = {}
@@ -165,7 +164,7 @@ def column(metric: str, groups: Groups, marked: set[tuple[str, Key]]) -> dict[Ke
             texts[key] += f"  {means[key] - means[best]:+.3g}"
             if min(len(values), len(samples[best])) > 1:
                 texts[key] += " ({:+.3g} to {:+.3g})".format(*interval(values, samples[best]))
-            if (metric, key) in marked:
+            if (metric, key) in places:
                 texts[key] += " *"
     return texts
 

@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from catnat.sweeps.significance import SIGNIFICANT
-from catnat.sweeps.sweep import Sweep, plan_parser
+from catnat.sweeps.sweep import Sweep
 from catnat.sweeps.tables import cells_of
+from catnat.sweeps.words import plan_parser
 
 COLORS = {  # of heads, by their names; distinguishable by everybody, and in gray
     "softmax": "#0072B2",
@@ -44,7 +45,7 @@ def main(words: list[str]) -> int:
                 value if isinstance(value, str) else f"{plan.short(name)} = {value}"
                 for name, value in options.items()
             )
-            curves = [read_curve(sweep.folder / run.name, args.tag) for run in cell.runs]
+            curves = [read_curve(sweep.folder_of(run), args.tag) for run in cell.runs]
             panels.setdefault(title, {})[head] = curves
         name = "_".join([*plan.label.split(", scale "), *args.tag.split("/")])
         draw(panels, args.tag, args.out / f"{name}.png", args.out / f"{name}.pdf")

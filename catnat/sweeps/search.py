@@ -1,158 +1,117 @@
-"""Searches of settings by Optuna's samplers: TPE, random draws, or a grid.
-
-Every cell of a plan has an Optuna study. The studies of a plan share a journal file beside its
-rows, so several processes and machines can search together. Rows hold the parameters of each trial:
-without the journal, a study is made again from them.
-"""
+"""The key ``search`` of a plan: which settings are tried, as a grid, by a sampler, or fixed."""
 
 import ast
+import itertools
 import json
 import math
 import operator
+import random
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-import optuna
-from filelock import FileLock
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
     FloatDistribution,
     IntDistribution,
 )
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
 
-Options = dict[str, Any]  # values by names
+from catnat.cli.names import Options
+
+Value = str | Any  # Any alone would read quoted text as YAML once more
+Better = Literal["lower", "higher"]
 Sampler = Literal["grid", "tpe", "random"]
-_MOST_DUPLICATES = 1000  # draws in a row that a study already has
 
 
 @dataclass
-class Parameter:
-    """A parameter of a search space: a range, or choices.
+class Search:
+    """How the settings of a cell are found: in a grid, by a sampler of Optuna, or fixed.
 
     Attributes:
-        low: lower end of the range; an integer makes all values integers.
-        high: upper end of the range, inclusive.
-        step: distance between values.
-        log: whether the logarithm of the value is drawn uniformly.
-        choices: values, in place of a range.
-        when: values of options or earlier parameters for which this one is drawn; a list has
-            several values.
+        grid: values of options for all heads, or by head; all combinations are tried.
+        factors: with a grid of one option, the best value is then multiplied by each of them.
+        space: parameters by name: a range such as ``{low: 1.0e-4, high: 0.1, log: true}`` or
+            ``{low: 32, high: 512, step: 32}``, of integers if its ends are, or
+            ``{choices: [8, 16]}``. One with ``when: {head: natural}`` is drawn only beside this
+            value, or the values in a list, of an option or an earlier parameter. One whose name
+            begins with _ is not an option; ``derived`` uses it.
+        sampler: "tpe" or "random": how Optuna draws settings from ``space``; "grid": all settings.
+        trials: number of settings that are drawn; a grid has all of its settings by default.
+        derived: options that follow from others by a formula, such as
+            ``batch_size: n_steps * num_envs // _minibatches``.
+        parallel: largest number of trials of a cell that run at the same time.
+        fixed: settings for all heads, or by head; nothing is searched then.
+        metric: metric of the last validation; its mean over the seeds of the search decides.
+        better: "lower" or "higher".
+        seeds: seeds of the search.
+        options: options of the search that differ from those of the plan, such as fewer steps.
+        top: number of settings that get final runs; the table has the one whose final runs are
+            best.
     """
 
-    # A union of int and float may be read in either order, and 1 would become 1.0.
-    low: Any = None
-    high: Any = None
-    step: Any = None
-    log: bool = False
-    choices: list[Any] = field(default_factory=list)
-    when: dict[str, Any] = field(default_factory=dict)
+    grid: dict[str, list[Value] | dict[str, list[Value]]] = field(default_factory=dict)
+    factors: list[PositiveFloat] = field(default_factory=list)
+    space: dict[str, dict[str, Value]] = field(default_factory=dict)
+    sampler: Sampler = "grid"
+    trials: PositiveInt | None = None
+    derived: dict[str, str] = field(default_factory=dict)
+    parallel: PositiveInt = 8
+    fixed: dict[str, Value] = field(default_factory=dict)
+    metric: str = "val/loss"
+    better: Better = "lower"
+    seeds: list[int] = field(default_factory=lambda: [0])
+    options: dict[str, Value] = field(default_factory=dict)
+    top: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        """Check that this is a range or a list of choices, as Optuna takes it."""
-        for name in ("low", "high", "step"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not is_number:
-                raise ValueError(f"{name} must be a number, got {value!r}")
-        has_range = self.low is not None and self.high is not None
-        if has_range == bool(self.choices):
-            raise ValueError(f"a parameter has either low and high or choices, got {self}")
-        self.distribution()
-
-    def distribution(self) -> BaseDistribution:
-        """The parameter as Optuna's distribution."""
-        if self.choices:
-            return CategoricalDistribution(self.choices)
-        low, high, step = self.low, self.high, self.step
-        with warnings.catch_warnings(action="ignore"):  # the last step may end below high
-            if isinstance(low, int) and isinstance(high, int) and isinstance(step or 1, int):
-                return IntDistribution(low, high, self.log, int(step or 1))
-            return FloatDistribution(low, high, self.log, step)
-
-    def values(self) -> list[Any] | None:
-        """All values; None for a range without steps."""
-        distribution: Any = self.distribution()
-        if self.choices:
-            return self.choices
-        if distribution.step is None:
-            return None
-        count = round((distribution.high - distribution.low) / distribution.step) + 1
-        return [distribution.low + number * distribution.step for number in range(count)]
-
-    def applies(self, options: Options) -> bool:
-        """Whether the parameter is drawn beside these options."""
-        for name, wanted in self.when.items():
-            values = wanted if isinstance(wanted, list) else [wanted]
-            if options.get(name) not in values:
-                return False
-        return True
-
-
-@dataclass
-class Space:
-    """The parameters of a search, and the options that follow from them.
-
-    Parameters whose names begin with _ are no options: only ``derived`` uses them.
-    """
-
-    parameters: Mapping[str, Parameter]
-    derived: Mapping[str, str]
+        """Leave out what is not searched, and check the number of trials."""
+        if self.fixed:
+            self.grid = {}
+            self.space = {}
+        if not self.space:
+            if self.sampler != "grid" or self.trials or self.derived:
+                raise ValueError("search: sampler, trials and derived need a space")
+            return
+        if self.grid or self.factors:
+            raise ValueError("search: a space has no grid and no factors beside it")
+        size = math.prod(len(values_of(x)) or math.inf for x in self.space.values())
+        if self.sampler == "grid":
+            if size == math.inf or any("when" in parameter for parameter in self.space.values()):
+                raise ValueError("search: a grid needs choices or steps, and no when")
+            self.trials = self.trials or int(size)
+        if self.trials is None:
+            raise ValueError(f"search: sampler {self.sampler} needs a number of trials")
+        if self.trials > size:
+            raise ValueError(f"search: {self.trials} trials, but the space has {size} settings")
 
     @property
-    def options(self) -> list[str]:
-        """The options that a trial sets."""
-        drawn = [name for name in self.parameters if not name.startswith("_")]
-        return [*drawn, *self.derived]
+    def is_search(self) -> bool:
+        """Whether settings are searched."""
+        return bool(self.grid or self.space)
 
     @property
-    def size(self) -> float:
-        """The number of settings, if no parameter depends on another."""
-        sizes = [parameter.values() for parameter in self.parameters.values()]
-        return math.prod(math.inf if values is None else len(values) for values in sizes)
+    def is_sampled(self) -> bool:
+        """Whether Optuna draws the settings."""
+        return bool(self.space) and self.sampler != "grid"
 
-    def draw(self, trial: optuna.trial.BaseTrial, options: Options) -> Options:
-        """The parameters of a trial, beside the options of a cell."""
-        drawn: Options = {}
-        for name, parameter in self.parameters.items():
-            if not parameter.applies(options | drawn):
-                continue
-            distribution = parameter.distribution()
-            if isinstance(distribution, CategoricalDistribution):
-                drawn[name] = trial.suggest_categorical(name, distribution.choices)
-            elif isinstance(distribution, IntDistribution):
-                drawn[name] = trial.suggest_int(
-                    name,
-                    distribution.low,
-                    distribution.high,
-                    step=distribution.step,
-                    log=distribution.log,
-                )
-            elif isinstance(distribution, FloatDistribution):
-                drawn[name] = trial.suggest_float(
-                    name,
-                    distribution.low,
-                    distribution.high,
-                    step=distribution.step,
-                    log=distribution.log,
-                )
-        return drawn
+    def given(self, options: Options) -> list[Options]:
+        """The settings that are tried in a cell whatever the results: fixed ones or a grid.
 
-    def example(self, options: Options, end: Literal["low", "high"]) -> Options:
-        """The parameters at one end of their ranges."""
-        drawn: Options = {}
-        for name, parameter in self.parameters.items():
-            if parameter.applies(options | drawn):
-                ends = parameter.choices or [parameter.low, parameter.high]
-                drawn[name] = ends[0 if end == "low" else -1]
-        return drawn
+        Args:
+            options: options of the cell and of the plan.
+        """
+        if self.fixed:
+            return [_of_head(self.fixed, options)]
+        if not self.space:
+            return combinations(_of_head(self.grid, options)) if self.grid else [{}]
+        if self.is_sampled:
+            return []
+        grid = combinations({name: values_of(x) for name, x in self.space.items()})
+        drawn = random.Random(0).sample(grid, self.trials or len(grid))
+        return [self.settings(each, options) for each in drawn]
 
     def settings(self, drawn: Options, options: Options) -> Options:
         """The options that the parameters of a trial set, beside the options of a cell."""
@@ -166,6 +125,91 @@ class Space:
             except (ArithmeticError, ValueError, SyntaxError, TypeError) as error:
                 raise ValueError(f"search: derived {name}: {formula}: {error}") from None
         return settings
+
+    def example(self, options: Options, end: Literal["low", "high"]) -> Options:
+        """The parameters of the space at one end of their ranges, beside the options of a cell."""
+        drawn: Options = {}
+        for name, parameter in self.space.items():
+            if applies(parameter, options | drawn):
+                choices = parameter.get("choices") or [parameter["low"], parameter["high"]]
+                drawn[name] = choices[0 if end == "low" else -1]
+        return drawn
+
+
+def distribution_of(parameter: Options) -> BaseDistribution:
+    """A parameter as Optuna's distribution."""
+    arguments = dict(parameter)
+    if not isinstance(arguments.pop("when", {}), dict):
+        raise ValueError(f"when needs names and values, got {parameter}")
+    numbers = [value for name, value in arguments.items() if name in ("low", "high", "step")]
+    kind: Callable[..., BaseDistribution] = FloatDistribution
+    if "choices" in arguments:
+        kind = CategoricalDistribution
+    elif all(isinstance(number, int) for number in numbers):
+        kind = IntDistribution
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the last step may end below high
+            return kind(**arguments)
+    except TypeError:
+        raise ValueError(
+            f"a parameter has either low and high or choices, got {parameter}"
+        ) from None
+
+
+def values_of(parameter: Options) -> list[Any]:
+    """All values of a parameter; an empty list for a range without steps."""
+    distribution: Any = distribution_of(parameter)
+    if "choices" in parameter:
+        return list(distribution.choices)
+    if distribution.step is None:
+        return []
+    count = round((distribution.high - distribution.low) / distribution.step) + 1
+    return [distribution.low + number * distribution.step for number in range(count)]
+
+
+def applies(parameter: Options, options: Options) -> bool:
+    """Whether a parameter is drawn beside these options."""
+    return all(
+        options.get(name) in (wanted if isinstance(wanted, list) else [wanted])
+        for name, wanted in parameter.get("when", {}).items()
+    )
+
+
+def text_of_trial(drawn: Options) -> str:
+    """The parameters of a trial as a text, for rows."""
+    return json.dumps(drawn, sort_keys=True)
+
+
+def combinations(grid: Mapping[str, list[Any]]) -> list[Options]:
+    """All of them; a key of several options has lists as values, with null for one not given.
+
+    >>> combinations({"a b": [[1, 2], [3, None]], "c": [4]})
+    [{'a': 1, 'b': 2, 'c': 4}, {'a': 3, 'b': None, 'c': 4}]
+    """
+    result = []
+    for values in itertools.product(*grid.values()):
+        options: Options = {}
+        for key, value in zip(grid, values, strict=True):
+            names = key.split()
+            parts = [value] if len(names) == 1 else value
+            if not isinstance(parts, list) or len(parts) != len(names):
+                raise ValueError(f"{key}: {value} is not a list of {len(names)} values")
+            options |= zip(names, parts, strict=True)
+        result.append(options)
+    return result
+
+
+def _of_head(settings: Options, options: Options) -> Options:
+    """Settings that may be given by head, for the head of a cell."""
+    head = options.get("head")
+    of_head = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            if head not in value:
+                raise ValueError(f"search: {name} has no value for head {head}")
+            value = value[head]
+        of_head[name] = value
+    return of_head
 
 
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -203,138 +247,3 @@ def evaluate(formula: str, options: Options) -> Any:
         raise ValueError("only numbers, names, + - * / // %, min and max are allowed")
 
     return value(ast.parse(formula, mode="eval").body)
-
-
-# -- studies ---------------------------------------------------------------------------------------
-
-
-def text_of_trial(drawn: Options) -> str:
-    """The parameters of a trial as a text, for rows."""
-    return json.dumps(drawn, sort_keys=True)
-
-
-class SharedStudy:
-    """The Optuna study of a cell, which several processes share.
-
-    Args:
-        journal: file of the studies of a plan.
-        name: name of the cell.
-        options: options of the cell.
-        space: the search space.
-        sampler: "tpe", "random" or "grid".
-        trials: number of trials.
-        better: whether "lower" or "higher" values of the metric are better.
-    """
-
-    def __init__(
-        self,
-        journal: Path,
-        name: str,
-        options: Options,
-        space: Space,
-        sampler: Sampler,
-        trials: int,
-        better: str,
-    ) -> None:
-        self.journal = journal
-        self.options = options
-        self.space = space
-        self.sampler = sampler
-        self.trials = trials
-        self.direction: Literal["minimize", "maximize"] = "minimize"
-        if better == "higher":
-            self.direction = "maximize"
-        self.name = f"{name} {space}"  # a space that was edited is another study
-        self.is_done = False
-        self._own: set[str] = set()  # trials that this process does
-
-    def open_trials(
-        self,
-        finished: Iterable[tuple[Options, float]],
-        wanted: int,
-        is_abandoned: Callable[[Options], bool],
-    ) -> list[Options]:
-        """The parameters of the trials that this process does now.
-
-        Args:
-            finished: parameters and metrics of trials that have rows; NaN for one that failed.
-            wanted: number of trials that this process does at a time.
-            is_abandoned: whether no process does a trial that has begun.
-        """
-        self.journal.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{self.journal}.trials"):
-            study = self._load()
-            begun = {text_of_trial(trial.params): trial for trial in study.get_trials(False)}
-            done = set()
-            for drawn, metric in finished:
-                text = text_of_trial(drawn)
-                done.add(text)
-                self._tell(study, begun.get(text), drawn, metric)
-            self.is_done = len(done) >= self.trials
-            running = {
-                text: trial.params
-                for text, trial in begun.items()
-                if trial.state == TrialState.RUNNING and text not in done
-            }
-            opened = [
-                drawn for text, drawn in running.items() if text in self._own or is_abandoned(drawn)
-            ]
-            while len(opened) < wanted and len(done) + len(running) < self.trials:
-                drawn = self._ask(study, done | running.keys())
-                running[text_of_trial(drawn)] = drawn
-                opened.append(drawn)
-            self._own |= set(map(text_of_trial, opened))
-            return opened
-
-    def _load(self) -> optuna.Study:
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        storage = JournalStorage(JournalFileBackend(str(self.journal)))
-        return optuna.create_study(
-            storage=storage, study_name=self.name, direction=self.direction, load_if_exists=True
-        )
-
-    def _tell(
-        self,
-        study: optuna.Study,
-        trial: optuna.trial.FrozenTrial | None,
-        drawn: Options,
-        metric: float,
-    ) -> None:
-        """Give the study the metric of a trial, once."""
-        has_failed = math.isnan(metric)
-        state = TrialState.FAIL if has_failed else TrialState.COMPLETE
-        value = None if has_failed else metric
-        if trial is None:
-            distributions = {name: self.space.parameters[name].distribution() for name in drawn}
-            study.add_trial(
-                optuna.trial.create_trial(
-                    params=drawn, distributions=distributions, value=value, state=state
-                )
-            )
-        elif not trial.state.is_finished():
-            study.tell(trial.number, value, state=state)
-
-    def _ask(self, study: optuna.Study, known: set[str]) -> Options:
-        """A new trial; draws of settings that the study has are repeated at random."""
-        for attempt in range(_MOST_DUPLICATES):
-            number = len(study.get_trials(False))
-            seed = zlib.crc32(f"{self.name} {number}".encode())  # the same history, the same draw
-            study.sampler = self._make_sampler(seed, is_random=attempt > 0)
-            trial = study.ask()
-            drawn = self.space.draw(trial, self.options)
-            if text_of_trial(drawn) not in known:
-                return drawn
-            study.sampler = optuna.samplers.RandomSampler()  # a grid that ends would stop its loop
-            study.tell(trial, state=TrialState.FAIL)
-        raise ValueError(f"search: the space has fewer settings than {self.trials} trials")
-
-    def _make_sampler(self, seed: int, is_random: bool) -> optuna.samplers.BaseSampler:
-        if self.sampler == "grid" and not is_random:
-            values: Any = {name: x.values() for name, x in self.space.parameters.items()}
-            # The seed orders the grid: it is that of all trials.
-            return optuna.samplers.GridSampler(values, seed=zlib.crc32(self.name.encode()))
-        if self.sampler == "random" or is_random:
-            return optuna.samplers.RandomSampler(seed=seed)
-        with warnings.catch_warnings(action="ignore"):  # constant_liar is experimental
-            # Trials that run count as bad ones, so that trials side by side differ.
-            return optuna.samplers.TPESampler(seed=seed, constant_liar=True)

@@ -7,7 +7,6 @@ The same command continues after an interruption: seeds with a row are not repea
 """
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,10 +14,11 @@ import pandas as pd
 
 from catnat.cli.names import Options
 from catnat.sweeps import figures
+from catnat.sweeps.check import check
 from catnat.sweeps.plan import SET_BY_SWEEP, Metric, Plan
 from catnat.sweeps.runs import Row, Run, is_finished, metrics_of
 from catnat.sweeps.significance import mean_interval
-from catnat.sweeps.sweep import Sweep, listen_to_signals
+from catnat.sweeps.sweep import Sweep, interruptible
 
 # The first of these curves that the runs have is drawn.
 _TAGS = ("val/loss", "eval/mean_reward", "eval/return", "train/loss", "train/return")
@@ -32,19 +32,16 @@ def main(argv: Sequence[str], seeds: Sequence[int]) -> int:
         seeds: the seeds.
     """
     sweep = make_sweep(argv, seeds)
-    listen_to_signals()
-    try:
-        sweep.check()
+    with interruptible():
+        check(sweep.plan, sweep.rows(), sweep.folder)
         not_done = sweep.run()
-    except KeyboardInterrupt:
-        print("catnat: interrupted; the same command continues", file=sys.stderr)
-        return 130
-    rows = sweep.rows()
-    done = [run for run in sweep.plan.runs(rows) if run.key in rows and is_finished(rows[run.key])]
-    if done:
-        print(table([rows[run.key] for run in done]))
-        _draw(sweep, done)
-    return min(1, not_done)
+        rows = sweep.rows()
+        found = [(run, row) for run in sweep.plan.runs(rows) if (row := rows.get(run))]
+        if done := [(run, row) for run, row in found if is_finished(row)]:
+            print(table([row for _, row in done]))
+            _draw(sweep, [run for run, _ in done])
+        return min(1, not_done)
+    return 130
 
 
 def make_sweep(argv: Sequence[str], seeds: Sequence[int]) -> Sweep:
@@ -110,7 +107,7 @@ def table(rows: Sequence[Row]) -> str:
 def _draw(sweep: Sweep, done: Sequence[Run]) -> None:
     """Draw the first curve that the runs have, with its interval."""
     for tag in _TAGS:
-        curves = [figures.read_curve(sweep.folder / run.name, tag) for run in done]
+        curves = [figures.read_curve(sweep.folder_of(run), tag) for run in done]
         if any(curve.size for curve in curves):
             options: Options = sweep.plan.options
             label = str(options.get("head", sweep.plan.model))

@@ -1,9 +1,10 @@
-"""Tests of each sample against the best of its group: Welch's t-test, Holm's method for many."""
+"""What `catnat tables` prints bold and `catnat compare` marks: Welch's t-test, Holm's method."""
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, mean, stdev
+from typing import TypeVar
 
 from scipy import stats
 
@@ -11,6 +12,7 @@ SIGNIFICANT = 0.05
 BEST = math.inf  # in place of the p-value of the best sample, which has no test
 
 Sample = Sequence[float]
+Place = TypeVar("Place")  # of a sample in a table
 
 
 def mean_and_spread(values: Sample, mean_format: str, spread_format: str) -> str:
@@ -19,6 +21,21 @@ def mean_and_spread(values: Sample, mean_format: str, spread_format: str) -> str
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return text
     return f"{text} ± {stdev(values):{spread_format}}"
+
+
+def marked(groups: Iterable[tuple[Mapping[Place, Sample], str | None]]) -> set[Place]:
+    """The places of a table whose samples are the best of their group, or not significantly worse.
+
+    Args:
+        groups: the samples of each group by their places, and whether "lower" or "higher" is
+            better; None for a metric without a direction.
+    """
+    places: list[Place] = []
+    p_values: list[float] = []
+    for samples, better in groups:
+        places += samples
+        p_values += against_best(list(samples.values()), better)
+    return {place for place, is_bold in zip(places, bold(p_values), strict=True) if is_bold}
 
 
 def against_best(samples: Sequence[Sample], better: str | None) -> list[float]:
@@ -54,7 +71,9 @@ def bold(p_values: Sequence[float]) -> list[bool]:
 
 def interval(a: Sample, b: Sample) -> tuple[float, float]:
     """Welch's 95 % interval of the difference of means, a minus b."""
-    return stats.ttest_ind(a, b, equal_var=False).confidence_interval(1 - SIGNIFICANT)
+    with warnings.catch_warnings(action="ignore"):  # of samples that are constant
+        test = stats.ttest_ind(a, b, equal_var=False)
+        return test.confidence_interval(1 - SIGNIFICANT)
 
 
 def mean_interval(sample: Sample) -> tuple[float, float]:

@@ -5,7 +5,8 @@ catnat status plans/*.yaml --only head=natural
 """
 
 from catnat.sweeps.runs import is_finished
-from catnat.sweeps.sweep import Sweep, plan_parser
+from catnat.sweeps.sweep import Sweep
+from catnat.sweeps.words import plan_parser
 
 
 def main(words: list[str]) -> int:
@@ -16,7 +17,7 @@ def main(words: list[str]) -> int:
         rows = sweep.rows()
         print(sweep.progress()[0])
         for run in sweep.plan.runs(rows):
-            row = rows.get(run.key)
+            row = rows.get(run)
             if row and not is_finished(row):
-                print(f"  failed: {run.name}: {row.get('note', '')}")
+                print(f"  failed: {sweep.folder_of(run).name}: {row.get('note', '')}")
     return 0

@@ -6,17 +6,18 @@
 Cells without rows are shown, and empty.
 """
 
-import itertools
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from catnat.cli.names import Options
-from catnat.sweeps import plan as plans
+from catnat.sweeps import plan_file
+from catnat.sweeps.defaults import Rows
 from catnat.sweeps.plan import Plan
-from catnat.sweeps.runs import Row, Rows, Run, is_finished, metrics_of
-from catnat.sweeps.significance import SIGNIFICANT, against_best, bold, mean_and_spread
-from catnat.sweeps.sweep import SMOKE, Sweep, plan_parser
+from catnat.sweeps.runs import Row, Run, is_finished, metrics_of
+from catnat.sweeps.significance import SIGNIFICANT, marked, mean_and_spread
+from catnat.sweeps.sweep import SMOKE, Sweep
+from catnat.sweeps.words import plan_parser
 
 MISSING = "—"
 _LEGEND = f"""\
@@ -32,7 +33,7 @@ def main(words: list[str]) -> int:
     for name in args.plans:
         scales = [args.scale]
         if wants_all:
-            scales = [scale for scale in plans.scales(name) if scale != SMOKE]
+            scales = [scale for scale in plan_file.scales(name) if scale != SMOKE]
         for scale in scales:
             args.scale = scale
             sweep = Sweep.load(name, args)
@@ -52,7 +53,7 @@ class Cell:
         runs: its final runs.
         rows: rows of these runs, if any.
         notes: remarks about the cell.
-        bold: by metric, whether it is the best or not significantly different.
+        bold: metrics of which it has the best mean, or one that is not significantly different.
     """
 
     options: Options
@@ -60,7 +61,7 @@ class Cell:
     runs: list[Run]
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
-    bold: dict[str, bool] = field(default_factory=dict)
+    bold: set[str] = field(default_factory=set)
 
     def values(self, metric: str) -> list[float]:
         """Return the values of finished runs."""
@@ -72,7 +73,7 @@ class Cell:
         if not values:
             return MISSING
         text = mean_and_spread(values, f".{digits}f", f".{digits}f")
-        return f"**{text}**" if self.bold[metric] else text
+        return f"**{text}**" if metric in self.bold else text
 
 
 def cells_of(plan: Plan, rows: Rows) -> list[Cell]:
@@ -87,19 +88,19 @@ def cells_of(plan: Plan, rows: Rows) -> list[Cell]:
             for seed in plan.final_seeds
             if settings is not None
         ]
-        done = [rows[run.key] for run in runs if run.key in rows]
+        done = [row for run in runs if (row := rows.get(run))]
         cell = Cell(options, settings, runs, done)
         cell.notes += _notes(plan, cell, rows)
         cells.append(cell)
         common = {name: x for name, x in options.items() if name not in head_options}
         groups[str(common)].append(cell)
-    places = []
-    p_values = []
-    for (metric, described), group in itertools.product(plan.metrics.items(), groups.values()):
-        places += [(cell, metric) for cell in group]
-        p_values += against_best([cell.values(metric) for cell in group], described.better)
-    for (cell, metric), is_bold in zip(places, bold(p_values), strict=True):
-        cell.bold[metric] = is_bold
+    places = marked(
+        ({(id(cell), metric): cell.values(metric) for cell in group}, described.better)
+        for metric, described in plan.metrics.items()
+        for group in groups.values()
+    )
+    for cell in cells:
+        cell.bold = {metric for metric in plan.metrics if (id(cell), metric) in places}
     return cells
 
 

@@ -60,7 +60,7 @@ def test_the_star_is_the_bold_of_tables(tmp_path, capsys):
     for head, losses in values.items():
         for seed, loss in enumerate(losses):
             run = runs.Run({"head": head, "seed": seed}, "plan", "final")
-            runs.add(path, runs.make_row(run, {"test/nll": loss}))
+            runs.add(path, run.row({"test/nll": loss}))
     assert run_command("compare", [str(path)]) == 0
     _, *lines = capsys.readouterr().out.splitlines()[:4]
     is_bold = significance.bold(significance.against_best(list(values.values()), "lower"))
@@ -87,7 +87,7 @@ def test_rows_are_compared_like_runs_but_have_no_curves(tmp_path, capsys):
     for head, values in NLL.items():
         for seed, value in enumerate(values):
             run = runs.Run({"head": head, "size": 8, "seed": seed}, "plan", "final")
-            runs.add(path, runs.make_row(run, {"test/nll": value}))
+            runs.add(path, run.row({"test/nll": value}))
     assert run_command("compare", [str(path)]) == 0
     assert "* best" in capsys.readouterr().out.splitlines()[1]
     assert run_command("compare", [str(path), "--only", "head=softmax"]) == 0

@@ -4,8 +4,8 @@ import pytest
 import yaml
 from cases_sweep import ROOT, arguments, write_plan
 
-from catnat.sweeps import defaults, runs, sweep
-from catnat.sweeps.defaults import Defaults
+from catnat.sweeps import check, defaults, runs, sweep
+from catnat.sweeps.defaults import Defaults, Rows
 
 OPTIONS = {"program": None, "model": "vae", "grid": {"head": ["softmax"]}, "seeds": [1]}
 CLASS = {"model.head": "natural", "model.estimator": "gumbel", "data.seed": 0, "model.clip": None}
@@ -21,7 +21,7 @@ def of_class(monkeypatch):
         return options | {f"model.{x}": y for x, y in given.items() if f"model.{x}" in options}
 
     monkeypatch.setattr(defaults, "resolve", resolve)
-    monkeypatch.setattr(sweep, "resolve", resolve)
+    monkeypatch.setattr(check, "resolve", resolve)
     return options
 
 
@@ -30,7 +30,7 @@ class Engine:
 
     jobs = 1
 
-    def execute(self, job):
+    def execute(self, run, folder):
         return {"test/nll": 1.0, "val/loss": 1.0}
 
     def stop(self):
@@ -107,7 +107,7 @@ def test_folders_of_runs_differ_where_defaults_do(of_class, count, tmp_path):
             path = write_plan(tmp_path, **OPTIONS, options=options)
             args = sweep.build_parser().parse_args(arguments(path))
             loaded = sweep.Sweep.load(str(path), args, resolves=True)
-            names |= {run.name for run in loaded.plan.runs({})}
+            names |= {loaded.folder_of(run).name for run in loaded.plan.runs(Rows())}
     assert len(names) == 3
 
 

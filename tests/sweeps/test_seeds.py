@@ -17,11 +17,11 @@ class Engine:
     def __init__(self):
         self.options = []
 
-    def execute(self, job):
-        options = job.run.options
+    def execute(self, run, folder):
+        options = run.options
         self.options.append(options)
         loss = LOSSES[options["seed"]]
-        with SummaryWriter(str(job.folder / "version_0")) as writer:
+        with SummaryWriter(str(folder / "version_0")) as writer:
             for step in range(3):
                 writer.add_scalar("val/loss", loss - step, step)
         return {"test/nll": loss, "val/loss": loss - 2, "test/constant": 7.0}

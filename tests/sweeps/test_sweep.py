@@ -6,10 +6,20 @@ import threading
 
 import pytest
 import yaml
-from cases_sweep import ROOT, arguments, run_command, run_sweep, start_sweep, wait_for, write_plan
+from cases_sweep import (
+    ROOT,
+    arguments,
+    do_at_once,
+    run_command,
+    run_sweep,
+    start_sweep,
+    wait_for,
+    write_plan,
+)
 from filelock import FileLock
 
-from catnat.sweeps import engines, plan, runs, sweep
+from catnat.sweeps import engines, plan_file, runs, sweep
+from catnat.sweeps.defaults import Rows
 
 SEARCH = {"grid": {"rate": [0.0, 1.0, 4.0]}, "seeds": [0]}
 
@@ -53,7 +63,10 @@ def test_runs_with_a_row_are_not_repeated_and_rows_alone_are_enough(tmp_path, ca
     ("x", "change", "count"),
     [(1.0, {"steps": 5}, 4), (1.0000001, {}, 4), (1, {"save_every": 9}, 2)],
 )
-def test_an_edited_plan_does_not_count_old_runs_unless_it_only_observes(tmp_path, x, change, count):
+def test_an_edited_plan_does_not_count_old_runs_unless_it_only_observes(
+    tmp_path, x, change, count, monkeypatch
+):
+    do_at_once(monkeypatch)
     path = write_plan(tmp_path, grid={"x": [1.0]}, options={"steps": 3, "save_every": 10})
     assert run_sweep(path) == 0
     write_plan(tmp_path, grid={"x": [x]}, options={"steps": 3} | change)
@@ -66,23 +79,24 @@ def test_large_seeds_and_close_floats_are_different_runs():
         return runs.Run({"model": "vae", "seed": 1, **options}, "p", "final")
 
     seeds = [10**6, 10**6 + 1, 10**6 + 2]
-    assert len({run(seed=seed).name for seed in seeds}) == 3
+    assert len({run(seed=seed).name() for seed in seeds}) == 3
     rates = [run(learning_rate=rate) for rate in (0.1, 0.1 + 1e-12)]
-    assert len({run.name for run in rates}) == 2
+    assert len({run.name() for run in rates}) == 2
     assert "--seed=1000001" in run(seed=1000001).arguments(ROOT)
-    assert run(x=125.0).key == run(x=125).key
+    assert run(x=125.0).name() == run(x=125).name()
     words = run(**{"import": ["heads", "models"]}).arguments(ROOT)
     assert "--import=heads --import=models" in " ".join(words)
 
 
 @pytest.mark.parametrize("env", ["../../outside", "ALE/Pong-v5", "..", "a b;c"])
 def test_a_run_s_folder_stays_inside_that_of_the_runs(env, tmp_path):
-    name = runs.Run({"env": env, "seed": 1}, "plan", "final").name
+    name = runs.Run({"env": env, "seed": 1}, "plan", "final").name()
     assert (tmp_path / name).resolve().parent == tmp_path.resolve()
     assert "/" not in name and " " not in name
 
 
-def test_search_then_refined_then_all_seeds_with_the_best(tmp_path):
+def test_search_then_refined_then_all_seeds_with_the_best(tmp_path, monkeypatch):
+    do_at_once(monkeypatch)
     search = SEARCH | {"factors": [0.5, 2.0]}
     path = write_plan(tmp_path, grid={"x": [1.9]}, search=search)
     assert run_sweep(path) == 0
@@ -92,22 +106,23 @@ def test_search_then_refined_then_all_seeds_with_the_best(tmp_path):
     assert stages[5:] == [("final", "2.0", "1"), ("final", "2.0", "2")]
 
 
-def test_of_several_finalists_the_best_after_the_final_runs_is_in_the_table(tmp_path):
+def test_of_several_finalists_the_best_after_the_final_runs_is_in_the_table(tmp_path, monkeypatch):
+    do_at_once(monkeypatch)
     grid = {"rate": [1.0, 2.0, 9.0], "other": [3]}
     search = {"grid": grid, "options": {"x": 1.6}, "seeds": [0, 7], "top": 2}
     path = write_plan(tmp_path, grid={"y": [1]}, options={"x": 1.4}, search=search)
     assert run_sweep(path) == 0
-    loaded, rows = plan.load(str(path)), runs.by_key(rows_of(path))
+    loaded, rows = plan_file.load(str(path)), Rows(rows_of(path))
     assert [x["rate"] for x in loaded.selected({"y": 1}, rows)] == [2.0, 1.0]
     assert loaded.table_settings({"y": 1}, rows) == {"rate": 1.0, "other": 3}
 
 
 def test_a_search_that_failed_between_two_others_does_not_disturb_their_order(tmp_path):
     search = {"grid": {"rate": [2.0, 3.0, 1.0]}}
-    loaded = plan.load(str(write_plan(tmp_path, grid={"y": [1]}, search=search)))
+    loaded = plan_file.load(str(write_plan(tmp_path, grid={"y": [1]}, search=search)))
     losses = {2.0: {"val/loss": 2.0}, 3.0: {}, 1.0: {"val/loss": 1.0}}
-    searches = [run for run in loaded.runs({}) if run.stage == "search"]
-    rows = {run.key: losses[run.options["rate"]] for run in searches}
+    searches = [run for run in loaded.runs(Rows()) if run.stage == "search"]
+    rows = Rows(run.row(losses[run.options["rate"]]) for run in searches)
     assert loaded.selected({"y": 1}, rows) == [{"rate": 1.0}]
 
 
@@ -149,7 +164,7 @@ def test_an_interrupted_sweep_stops_its_runs_and_the_same_command_resumes_them(t
     gate, path, process = start_gated(tmp_path)
     process.terminate()
     assert process.wait(60) == 130
-    assert rows_of(path) == []
+    assert not rows_of(path)
     gate.touch()
     assert run_sweep(path) == 0
     (times,) = calls(path)
@@ -182,8 +197,8 @@ def test_runs_end_with_a_sweep_that_is_killed_and_the_same_command_resumes_them(
 class Never:
     """An engine that must not do a run."""
 
-    def execute(self, job):
-        raise AssertionError(job)
+    def execute(self, run, folder):
+        raise AssertionError(run)
 
 
 def test_a_run_is_not_repeated_that_another_sweep_has_done_meanwhile(tmp_path, capsys):
@@ -191,7 +206,7 @@ def test_a_run_is_not_repeated_that_another_sweep_has_done_meanwhile(tmp_path, c
     waiting = sweep.Sweep.load(str(path), sweep.build_parser().parse_args(arguments(path)))
     (run,) = waiting.pending()
     assert run_sweep(path) == 0
-    waiting._execute(run, Never(), "test")
+    waiting.do(run, Never(), "test")
     assert "another sweep does it" in capsys.readouterr().out and len(rows_of(path)) == 1
 
 
@@ -205,12 +220,12 @@ def test_a_row_is_written_before_the_run_is_free_for_another_sweep(tmp_path):
     record = first.record
 
     def record_while_another_tries(outcomes, engine):
-        second._execute(run, Never(), "test")  # still locked: there is no row yet
+        second.do(run, Never(), "test")  # still locked: there is no row yet
         record(outcomes, engine)
 
     first.record = record_while_another_tries
-    first._execute(run, engines.Local(1), "test")
-    second._execute(run, Never(), "test")
+    first.do(run, engines.local_engine(1), "test")
+    second.do(run, Never(), "test")
     assert len(rows_of(path)) == 1
 
 
@@ -239,7 +254,8 @@ def test_a_damaged_file_of_rows_is_refused_and_stays_as_it_is(name, command, tmp
     assert rows_path.read_bytes() == content
 
 
-def test_only_does_a_part(tmp_path, capsys):
+def test_only_does_a_part(tmp_path, capsys, monkeypatch):
+    do_at_once(monkeypatch)
     path = write_plan(tmp_path, names={"x": "short"})
     assert run_sweep(path, "--only", "short=1.0", "seed=2") == 0
     assert [(r["x"], r["seed"]) for r in rows_of(path)] == [("1.0", "2")]
@@ -249,12 +265,23 @@ def test_only_does_a_part(tmp_path, capsys):
         assert text in error and error.count("\n") == 1
 
 
-def test_options_after_two_dashes_belong_to_every_run(tmp_path):
+def test_options_after_two_dashes_belong_to_every_run(tmp_path, monkeypatch):
+    do_at_once(monkeypatch)
     path = write_plan(tmp_path, seeds=[1])
     assert run_sweep(path, "--", "--rate=2", "--more=3") == 0
     assert {(r["rate"], r["more"]) for r in rows_of(path)} == {("2", "3")}
     for word in ("--x=1", "--model.x=1", "--ckpt_path=last"):  # its grid, and what a sweep sets
         assert run_sweep(path, "--", word) == 2
+
+
+def test_a_line_names_the_run_by_what_varies(tmp_path, monkeypatch, capsys):
+    do_at_once(monkeypatch)
+    fixed = {"rate": {"a": 1.0, "b": 2.0}, "other": 5}
+    path = write_plan(tmp_path, grid={"x": [1.0], "head": ["a", "b"]}, search={"fixed": fixed})
+    assert run_sweep(path, "--only", "seed=1") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "final head" in line]
+    names = [line.partition(" ")[2].partition(":")[0] for line in lines]
+    assert names == ["final head=a rate=1.0 seed=1", "final head=b rate=2.0 seed=1"]
 
 
 def test_runs_are_dealt_out_to_the_gpus(tmp_path, monkeypatch):
@@ -265,7 +292,8 @@ def test_runs_are_dealt_out_to_the_gpus(tmp_path, monkeypatch):
     assert {file.read_text() for file in files} == {"4", "6"}
 
 
-def test_a_metric_that_a_run_does_not_have_stops_the_sweep(tmp_path, capsys):
+def test_a_metric_that_a_run_does_not_have_stops_the_sweep(tmp_path, capsys, monkeypatch):
+    do_at_once(monkeypatch)
     path = write_plan(tmp_path, metrics={"test/nl": {}})
     assert run_sweep(path) == 2
     error = capsys.readouterr().err
@@ -339,8 +367,7 @@ def test_a_run_that_ends_lets_others_start_before_all_have_ended(tmp_path):
 
         jobs = 4
 
-        def execute(self, job):
-            run = job.run
+        def execute(self, run, folder):
             begun.append((run.stage, run.options["x"]))
             if run.stage == "final":
                 finals.release()
@@ -352,7 +379,7 @@ def test_a_run_that_ends_lets_others_start_before_all_have_ended(tmp_path):
             pass
 
     args = sweep.build_parser().parse_args(arguments(path))
-    sweep.Sweep.load(str(path), args)._submit(Engine(), "test")
+    sweep.Sweep.load(str(path), args).use(Engine(), "test")
     assert sorted(begun[:2]) == [("search", 1.0), ("search", 2.0)]
     assert begun[2:4] == [("final", 1.0), ("final", 1.0)]
     assert len(rows_of(path)) == 6

@@ -7,7 +7,8 @@ import scipy.stats
 from cases_sweep import ROOT, arguments, run_command, write_plan
 from torch.utils.tensorboard import SummaryWriter
 
-from catnat.sweeps import figures, plan, runs, significance, tables
+from catnat.sweeps import figures, plan_file, runs, significance, tables
+from catnat.sweeps.defaults import Rows
 
 HEADS = ("softmax", "sigmoid", "natural")
 NLL = {
@@ -22,12 +23,12 @@ def path(tmp_path):
     """A plan with rows: three heads, two sizes of which one has no rows."""
     keys = {"grid": {"size": [8, 16], "head": list(HEADS)}, "seeds": [1, 2, 3]}
     path = write_plan(tmp_path, **keys, names={"size": "K"}, options={"x": 1})
-    loaded = plan.load(str(path))
+    loaded = plan_file.load(str(path))
     rows = []
     for head, values in NLL.items():
         for seed, value in enumerate(values, 1):
             run = loaded.run({"size": 8, "head": head}, {}, seed, "final")
-            rows.append(runs.make_row(run, {"test/nll": value, "test/collapsed": float(seed == 3)}))
+            rows.append(run.row({"test/nll": value, "test/collapsed": float(seed == 3)}))
     for row in rows:
         runs.add(tmp_path / "results" / "tiny" / "runs.csv", row)
     return path
@@ -61,9 +62,9 @@ def test_values_may_be_lists_null_and_words(tmp_path, capsys):
     assert "| [1, 2] | — |" in table(path, capsys) and "| None | — |" in table(path, capsys)
     for values in ([[8, 8], [16], [4]], [0.1, None, 0.3], ["b", "c", "d"], [1, 2, 3]):
         path = write_plan(tmp_path, grid={"x": [1]}, search={"grid": {"y": values}}, seeds=[1])
-        loaded = plan.load(str(path))
-        rows = [runs.make_row(run, {"val/loss": 1.0}) for run in loaded.runs({})]
-        (cell,) = tables.cells_of(loaded, runs.by_key(rows))
+        loaded = plan_file.load(str(path))
+        rows = [run.row({"val/loss": 1.0}) for run in loaded.runs(Rows())]
+        (cell,) = tables.cells_of(loaded, Rows(rows))
         assert cell.notes == (["y at the edge of the search"] if values == [1, 2, 3] else [])
 
 
@@ -114,12 +115,12 @@ def test_curves_come_from_event_files_of_runs(path, tmp_path, capsys):
     words = [*arguments(path), "--out", str(tmp_path / "f")]
     assert run_command("figures", words) == 2
     assert "no run has curves of val/elbo" in capsys.readouterr().err
-    loaded = plan.load(str(path))
+    loaded = plan_file.load(str(path))
     run = loaded.run({"size": 8, "head": "natural"}, {}, 1, "final")
-    with SummaryWriter(str(tmp_path / "runs" / "tiny" / run.name / "version_0")) as writer:
+    with SummaryWriter(str(tmp_path / "runs" / "tiny" / run.name() / "version_0")) as writer:
         for step in range(4):
             writer.add_scalar("val/elbo", -step, step)
-    steps, values = figures.read_curve(tmp_path / "runs" / "tiny" / run.name, "val/elbo")
+    steps, values = figures.read_curve(tmp_path / "runs" / "tiny" / run.name(), "val/elbo")
     assert steps.tolist() == [0, 1, 2, 3] and values.tolist() == [0, -1, -2, -3]
     assert run_command("figures", words) == 0
     assert run_command("figures", [*words, "--only", "seed=2"]) == 2
