@@ -47,7 +47,8 @@ class CertainVAE(DiscreteVAE):
     Args:
         like: name of the head whose KL at the same loss the controller aims at; empty for none.
         until: number of steps with the controller.
-        curves: file with the columns head, like, step, val/loss and val/kl.
+        curves: file with the columns head, like, step, val/loss and val/kl; empty for that of the
+            study, paper/certainty/curves.csv.
         options: those of DiscreteVAE.
     """
 
@@ -56,9 +57,7 @@ class CertainVAE(DiscreteVAE):
     held_weight: Tensor
     recent: Tensor
 
-    def __init__(
-        self, like: str = "", until: int = 5000, curves: str = str(CURVES), **options: Any
-    ) -> None:
+    def __init__(self, like: str = "", until: int = 5000, curves: str = "", **options: Any) -> None:
         super().__init__(**options)
         require_positive(until=until)
         self.like = like
@@ -66,7 +65,7 @@ class CertainVAE(DiscreteVAE):
         self.is_held = DeviceScalar(1.0)
         self.certainty = RowMeans({"largest": ()})
         if like:
-            losses, kls = mean_curve(Path(curves), like)
+            losses, kls = mean_curve(Path(curves or CURVES), like)
             self.register_buffer("curve_losses", losses, persistent=False)
             self.register_buffer("curve_kls", kls, persistent=False)
             self.register_buffer("held_weight", torch.ones(()))
