@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from catnat.sweeps.sweep import Sweep
 
 _DRAWS = 64  # for each row of the batch whose Fisher matrix is diagnosed at the end of a run
+_LARGEST = 1024  # scores of a head that is diagnosed; its matrix costs little beside a run
 _STEPS_AHEAD = 40  # of the host, before it waits for the device
 _TRAINER_OPTIONS = (  # that a group follows, or that only observe; others have their defaults
     "accelerator",
@@ -274,7 +275,8 @@ def _free_folder(folder: Path) -> Path:
 def fisher_diagnostics(model: StepModule, batch: Any) -> Metrics:
     """The Fisher diagnostics of a model's heads on a batch, as means over its rows.
 
-    The names are those of the monitor, with several heads fim/<head>/saturated and the like.
+    The names are those of the monitor, with several heads fim/<head>/saturated and the like. Heads
+    of thousands of scores are left out.
     """
     if not any(isinstance(module, CategoricalHead) for module in model.modules()):
         return {}
@@ -283,7 +285,8 @@ def fisher_diagnostics(model: StepModule, batch: Any) -> Metrics:
     with HeadProbe(model) as probe, forked_random_state(model.device, 0):
         model.step_loss(batch)
     metrics: Metrics = {}
-    histories = histories_of(probe.heads, draws=_DRAWS, sums={}, seed="")
+    heads = {name: head for name, head in probe.heads.items() if head.num_scores <= _LARGEST}
+    histories = histories_of(heads, draws=_DRAWS, sums={}, seed="")
     for name, scores in probe.scores.items():
         if name in histories:
             _, row, *_ = histories[name].observe(0, scores)
