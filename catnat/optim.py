@@ -145,19 +145,3 @@ def update_rows_plainly(
     mean.index_copy_(0, rows, new_mean)
     square.index_copy_(0, rows, new_square)
     param.index_add_(0, rows, -size * new_mean.div_(new_square.sqrt_().add_(eps)))
-<<<<<<< HEAD
-
-
-def _is_fused(param: Tensor, grad: Tensor, *moments: Tensor) -> bool:
-    """Whether the Triton kernel supports these tensors."""
-    tensors = (param, grad, *moments)
-    return (
-        HAS_TRITON
-        and param.is_cuda
-        and param.dim() > 0
-        and param.numel() > 0
-        and all(x.dtype in _FUSED_DTYPES and is_plain(x) for x in tensors)
-        and all(x.is_contiguous() for x in tensors)
-    )
-=======
->>>>>>> room-output

@@ -12,8 +12,9 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from catnat.lit_modules import DiscreteVAE
-from catnat.sweeps.batched import Stack
-from catnat.sweeps.sweep import Sweep, plan_parser
+from catnat.sweeps.stack import Stack
+from catnat.sweeps.sweep import Sweep
+from catnat.sweeps.words import plan_parser
 
 PAPER = Path(__file__).parents[2] / "paper"
 
@@ -33,7 +34,8 @@ def test_the_edge_of_the_rates_uses_the_rows_of_the_four_rates():
     words = [str(PAPER / "plans" / "estimators_main.yaml"), "--scale", "edge"]
     sweep = Sweep.load(words[0], plan_parser("sweep", "").parse_args(words))
     searches = [run for run in sweep.plan.runs({}) if run.stage == "search"]
-    new = [run.options["learning_rate"] for run in searches if run.key not in sweep.rows()]
+    rows = sweep.rows()
+    new = [run.options["learning_rate"] for run in searches if rows.get(run) is None]
     assert len(searches) == 10 and set(new) <= {0.00025}
 
 
