@@ -33,8 +33,8 @@ def study(monkeypatch):
 def test_the_edge_of_the_rates_uses_the_rows_of_the_four_rates():
     words = [str(PAPER / "plans" / "estimators_main.yaml"), "--scale", "edge"]
     sweep = Sweep.load(words[0], plan_parser("sweep", "").parse_args(words))
-    searches = [run for run in sweep.plan.runs({}) if run.stage == "search"]
     rows = sweep.rows()
+    searches = [run for run in sweep.plan.runs(rows) if run.stage == "search"]
     new = [run.options["learning_rate"] for run in searches if rows.get(run) is None]
     assert len(searches) == 10 and set(new) <= {0.00025}
 
