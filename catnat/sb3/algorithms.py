@@ -33,6 +33,11 @@ def require_finite(name: str, arrays: Any, steps: int) -> None:
             raise NonFinite(f"the environment gave {name} that are not finite, after {steps} steps")
 
 
+def forces_actions(env: VecEnv) -> bool:
+    """Whether an environment may force actions, see :mod:`catnat.sb3.masks`."""
+    return isinstance(getattr(env, "forced_actions", None), np.ndarray)
+
+
 class HeadAlgorithm(OpenAlgorithm):
     """An algorithm for policies with a head; the first of two base classes.
 
@@ -64,6 +69,7 @@ class HeadAlgorithm(OpenAlgorithm):
         rollout_buffer.reset()
         rollout_buffer.forced = np.zeros((n_rollout_steps, env.num_envs), bool)
         rollout_buffer.action_masks = None  # the name is that of sb3-contrib's buffers
+        is_forcing = forces_actions(env)
         callback.on_rollout_start()
         self._require_finite("observations", self.last_observations)
         for n_steps in range(n_rollout_steps):
@@ -71,8 +77,8 @@ class HeadAlgorithm(OpenAlgorithm):
                 obs_tensor = obs_as_tensor(self.last_observations, self.device)
                 actions, values, log_probs = self._act(env, obs_tensor)
             actions = actions.cpu().numpy()
-            forced_actions = getattr(env, "forced_actions", None)
-            if isinstance(forced_actions, np.ndarray):
+            if is_forcing:
+                forced_actions = env.forced_actions  # type: ignore[attr-defined]
                 rollout_buffer.forced[n_steps] = forced_actions >= 0
                 actions = np.where(forced_actions >= 0, forced_actions, actions)
             new_obs, rewards, dones, infos = env.step(actions)

@@ -7,7 +7,6 @@ A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypedDict, get_args
 
-import numpy as np
 import stable_baselines3
 import torch
 from gymnasium import spaces
@@ -27,7 +26,7 @@ from catnat.checks import (
     require_positive,
     require_within,
 )
-from catnat.sb3.algorithms import HeadA2C, HeadAlgorithm
+from catnat.sb3.algorithms import HeadA2C, HeadAlgorithm, forces_actions
 from catnat.sb3.distributions import MaskMode
 from catnat.sb3.ppo import HeadPPO, cleanrl_schedule
 
@@ -202,9 +201,7 @@ class PPO(Algorithm):
             "masks of actions need HeadPPO": masks
             or (masks is None and env.has_attr("action_masks")),
             "the value loss of CleanRL needs HeadPPO": self.kwargs.get("value_loss") == "cleanrl",
-            "native Atari games force actions, which needs HeadPPO": isinstance(
-                getattr(env, "forced_actions", None), np.ndarray
-            ),
+            "native Atari games force actions, which needs HeadPPO": forces_actions(env),
             "CUDA graphs need HeadPPO": self.kwargs.get("capture"),
         }
         on_cuda = get_device(device).type == "cuda"
@@ -221,9 +218,15 @@ class A2C(Algorithm):
 
     def make(self, *run: Any) -> stable_baselines3.A2C:
         """The algorithm."""
-        if self.algorithm == "sb3":
-            return stable_baselines3.A2C(**self.arguments(*run), **self.kwargs)
-        return HeadA2C(**self.arguments(*run), **self.kwargs)
+        arguments = self.arguments(*run)
+        if self.algorithm != "sb3":
+            return HeadA2C(**arguments, **self.kwargs)
+        if forces_actions(arguments["env"]):
+            raise ValueError(
+                "--algorithm sb3 does not work here: native Atari games force actions, which needs "
+                "HeadA2C"
+            )
+        return stable_baselines3.A2C(**arguments, **self.kwargs)
 
 
 _SHORTEST_INTERVAL = 10_000  # steps between evaluations, unless chosen
