@@ -37,9 +37,7 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def make_atari_vec_env(
-    game: str, num_envs: int, backend: Backend = "sb3", seed: int = 0
-) -> VecEnv:
+def make_atari_vec_env(game: str, num_envs: int, backend: Backend = "sb3", seed: int = 0) -> VecEnv:
     """A vector environment of Atari games: gray frames of 84 x 84, every fourth, four stacked.
 
     Actions are never sticky, also under a name such as "ALE/Pong-v5", which means sticky actions

@@ -1,7 +1,7 @@
-"""PPO and A2C as ``--model`` names them: the settings that a run begins with.
+"""PPO and A2C as ``--model`` names them: their options, and the class that learns.
 
-A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and a name in
-``catnat.cli.names.RL_MODELS``.
+A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, a name in
+``catnat.cli.names.RL_MODELS``, and recipes in ``catnat/recipes``.
 """
 
 from dataclasses import dataclass
@@ -90,11 +90,7 @@ class Algorithm:
         kwargs: options of the algorithm itself.
     """
 
-    atari: ClassVar[Options] = {}  # defaults for Atari games, by full name
-    not_atari: ClassVar[Options] = {  # and for other environments
-        "trainer.total_steps": 50_000,
-        "trainer.eval_deterministic": True,
-    }
+    name: ClassVar[str]  # of its files in catnat/recipes and, for Atari games, recipes/atari
     every = 1  # rollouts between two rows of the log
     fisher_every = 10  # most rollouts between two observations of the Fisher monitor
 
@@ -158,30 +154,9 @@ class Algorithm:
 
 
 class PPO(Algorithm):
-    """PPO; for Atari games with CleanRL's settings, which are the paper's."""
+    """PPO of Stable-Baselines3, or HeadPPO."""
 
-    # CleanRL's value loss has a factor 1/2, so that its vf_coef is 0.5.
-    atari = {
-        "model.learning_rate": 2.5e-4,
-        "model.anneal_lr": True,
-        "model.n_steps": 128,
-        "model.batch_size": 256,
-        "model.n_epochs": 4,
-        "model.clip_range": 0.1,
-        "model.ent_coef": 0.01,
-        "model.vf_coef": 0.25,
-        "model.value_loss": "cleanrl",
-    }
-    not_atari = {
-        **Algorithm.not_atari,
-        "model.learning_rate": 1e-3,
-        "model.anneal_lr": True,
-        "model.n_steps": 32,
-        "model.batch_size": 256,
-        "model.n_epochs": 20,
-        "model.gamma": 0.98,
-        "model.gae_lambda": 0.8,
-    }
+    name = "ppo"
 
     def make(self, *run: Any) -> stable_baselines3.PPO:
         """The algorithm."""
@@ -211,8 +186,9 @@ class PPO(Algorithm):
 
 
 class A2C(Algorithm):
-    """A2C with the defaults of Stable-Baselines3."""
+    """HeadA2C, or A2C of Stable-Baselines3."""
 
+    name = "a2c"
     every = 100  # rollouts are short
     fisher_every = 100
 
