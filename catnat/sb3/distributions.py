@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any, Literal, Self
 
 import torch
-import torch.nn.functional as F
 from stable_baselines3.common.distributions import (
     CategoricalDistribution,
     MultiCategoricalDistribution,
 )
 from torch import Tensor, nn
+from torch.distributions import Bernoulli
 
 from catnat.distributions import HeadCategorical, pick
 from catnat.heads.base import CategoricalHead
@@ -209,7 +209,7 @@ class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
         drawn = []
         for part, (_, positions) in zip(self.parts, self.groups, strict=True):
             many_bits = is_binary(part) and len(positions) > 1
-            drawn.append(draw_bits(part) if many_bits else draw(part))
+            drawn.append(bit_of(part).sample().long() if many_bits else draw(part))
         return self._in_order(drawn)
 
     def mode(self) -> Tensor:
@@ -226,7 +226,7 @@ class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
         return torch.stack([columns[position] for position in range(len(self.heads))], -1)
 
 
-# Two choices have one number, the log-odds z: half as much to compute as with two logarithms.
+# Two choices have one number, their log-odds: half as much to compute as with two logarithms.
 
 
 def is_binary(distribution: HeadCategorical) -> bool:
@@ -234,54 +234,27 @@ def is_binary(distribution: HeadCategorical) -> bool:
     return distribution.logits.shape[-1] == 2
 
 
-def log_odds(distribution: HeadCategorical) -> Tensor:
-    """z = log p_1 - log p_0 of a binary distribution, (*)."""
-    z = vars(distribution).get("log_odds")  # log_prob and entropy share it
-    if z is None:
+def bit_of(distribution: HeadCategorical) -> Bernoulli:
+    """A distribution of two categories as that of a bit; log_prob and entropy share it."""
+    bit: Bernoulli | None = vars(distribution).get("bit")
+    if bit is None:
         log_zero, log_one = distribution.logits.unbind(-1)
-        z = vars(distribution)["log_odds"] = log_one - log_zero
-    return z
+        bit = Bernoulli(logits=log_one - log_zero, validate_args=False)
+        vars(distribution)["bit"] = bit
+    return bit
 
 
 def log_prob(distribution: HeadCategorical, actions: Tensor) -> Tensor:
     """Log-probabilities of actions, (*)."""
-    if not is_binary(distribution):
-        return pick(distribution.logits, actions.long(), checked=False)
-    z = log_odds(distribution)
-    return -F.binary_cross_entropy_with_logits(z, actions.to(z.dtype), reduction="none")
+    if is_binary(distribution):
+        bit = bit_of(distribution)
+        return bit.log_prob(actions.to(bit.logits.dtype))
+    return pick(distribution.logits, actions.long(), checked=False)
 
 
 def entropy(distribution: HeadCategorical) -> Tensor:
     """Entropies, (*)."""
-    if not is_binary(distribution):
-        return distribution.entropy()
-    return BinaryEntropy.apply(log_odds(distribution))
-
-
-class BinaryEntropy(torch.autograd.Function):
-    """Entropy of bits with log-odds z: H = log(1 + e^z) - z p with p = sigmoid(z).
-
-    dH/dz = -z p (1 - p).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
-        """H(z), elementwise."""
-        p = z.sigmoid()
-        ctx.save_for_backward(z, p)
-        return F.softplus(z) - z * p
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The gradient in z."""
-        z, p = ctx.saved_tensors
-        return grad * z * p * (p - 1)
-
-
-def draw_bits(distribution: HeadCategorical) -> Tensor:
-    """Samples (*) of a binary distribution; never a category of probability 0."""
-    p = log_odds(distribution).sigmoid()
-    return torch.bernoulli(p).long()
+    return bit_of(distribution).entropy() if is_binary(distribution) else distribution.entropy()
 
 
 def total(terms: list[Tensor]) -> Tensor:
