@@ -17,6 +17,7 @@ from torch.distributions import Bernoulli
 
 from catnat.distributions import HeadCategorical, pick
 from catnat.heads.base import CategoricalHead
+from catnat.heads.tree import CatnatHead
 from catnat.numerics import is_plain
 from catnat.sb3.masks import checked_masks
 
@@ -39,6 +40,16 @@ class OneChoice(nn.Module):
         return HeadCategorical(log_probs, validate_args=False, normalized=True)
 
 
+def default_mask_mode(head: nn.Module) -> MaskMode:
+    """The mask mode of a head.
+
+    A step that prunes a tree moves only the scores of nodes with allowed categories on both sides.
+    Renormalizing moves the scores of all nodes, and learns faster where masks change. Flat heads
+    lose nothing by pruning, which keeps their Fisher matrix that of the allowed categories.
+    """
+    return "renormalize" if isinstance(getattr(head, "inner", head), CatnatHead) else "prune"
+
+
 class FromHeads:
     """Turns scores into categorical distributions; the first of two base classes.
 
@@ -46,7 +57,8 @@ class FromHeads:
 
     Args:
         heads: head of each action, called as a module, so that probes see its scores.
-        mask_mode: how masks change a distribution, see :class:`~catnat.sb3.HeadPolicy`.
+        mask_mode: how masks change a distribution, see :class:`~catnat.sb3.HeadPolicy`; None:
+            "renormalize" for trees, "prune" for other heads.
     """
 
     distribution: Any
@@ -54,7 +66,7 @@ class FromHeads:
     masks: Any = None  # of the next scores
 
     def __init__(
-        self, heads: Sequence[CategoricalHead | OneChoice], mask_mode: MaskMode = "prune"
+        self, heads: Sequence[CategoricalHead | OneChoice], mask_mode: MaskMode | None = None
     ) -> None:
         self.heads = heads
         self.sizes = [head.num_categories for head in heads]
@@ -124,7 +136,7 @@ class FromHeads:
 
     def _part(self, head: Any, scores: Tensor, mask: Tensor | None) -> HeadCategorical:
         """The distribution of a head over the choices that its mask allows."""
-        if mask is None or self.mask_mode == "prune":
+        if mask is None or (self.mask_mode or default_mask_mode(head)) == "prune":
             part = head(scores, mask)
             if "logits" not in vars(part):  # computed now: under no_grad they need no graph
                 part.logits = head.log_probs(part.scores)

@@ -69,7 +69,7 @@ class PolicyOptions(TypedDict, total=False):
     normalize_images: bool
     optimizer_class: type[Optimizer]
     optimizer_kwargs: Options
-    mask_mode: MaskMode
+    mask_mode: MaskMode | None
 
 
 AlgorithmClass = Literal["auto", "sb3", "head"]
