@@ -22,7 +22,7 @@ from catnat.callbacks.signals import Stopped, StopSignals
 from catnat.callbacks.tensorboard import Progress, RunLogger
 from catnat.rng import forked_random_state
 from catnat.sb3 import MaskedPlayer
-from catnat.sb3.algorithms import HeadAlgorithm, NonFinite, require_finite, state_of
+from catnat.sb3.algorithms import require_finite, require_finite_weights, state_of
 from catnat.sb3.sb3_compat import total_steps_of
 
 Metrics = dict[str, float]
@@ -164,13 +164,12 @@ class RunSB3(EvalCallback):
 
     def _on_step(self) -> bool:
         """Keep finished games in ``monitor.csv``, and check what environments return."""
-        infos = self.locals.get("infos", ())
-        games = [info["episode"] for info in infos if "episode" in info]
+        games = [info["episode"] for info in self.locals["infos"] if "episode" in info]
         if games:
             self._write_games(games)
-        if not isinstance(self.model, HeadAlgorithm) and "rewards" in self.locals:
-            require_finite("rewards", self.locals["rewards"], self.num_timesteps)
-            require_finite("observations", self.locals["new_obs"], self.num_timesteps)
+        require_finite(
+            self.model, rewards=self.locals["rewards"], observations=self.locals["new_obs"]
+        )
         return True
 
     def _write_games(self, games: list[dict[str, Any]]) -> None:
@@ -206,7 +205,7 @@ class RunSB3(EvalCallback):
     def _on_rollout_start(self) -> None:
         """Save, stop and evaluate where that is due."""
         step = self.model.num_timesteps
-        self._require_finite_weights()
+        require_finite_weights(self.model)
         evaluates = _is_due(step, self.evaluated_step, self.eval_freq)
         if self.signals.signum or evaluates or _is_due(step, self._saved_step, self.save_every):
             self._saved_step = step
@@ -222,13 +221,6 @@ class RunSB3(EvalCallback):
                 print(self._progress.line(step, total_steps_of(self.model), metrics), flush=True)
         self._rollout_start = step
 
-    def _require_finite_weights(self) -> None:
-        """Raise an error before weights that are not finite are saved."""
-        if not all(weight.isfinite().all() for weight in self.model.policy.parameters()):
-            raise NonFinite(
-                f"weights are not finite in the update after {self.num_timesteps} steps"
-            )
-
     def _on_rollout_end(self) -> None:
         self._rollout_start = None
         rollouts = self.num_timesteps // (self.model.n_steps * self.model.n_envs)
@@ -236,7 +228,7 @@ class RunSB3(EvalCallback):
             self.model.dump_logs(rollouts)
 
     def _on_training_end(self) -> None:
-        self._require_finite_weights()
+        require_finite_weights(self.model)
         if self.model.num_timesteps > self._saved_step:
             self.save()
 

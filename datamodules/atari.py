@@ -1,9 +1,8 @@
 """Atari games as vector environments, with the usual preprocessing of PPO."""
 
 import re
-import warnings
 from collections.abc import Sequence
-from traceback import walk_stack
+from functools import cache
 from typing import Any, Literal, get_args
 
 import ale_py
@@ -25,9 +24,20 @@ _NOOP_MAX = 30
 _MAX_FRAMES = 108_000  # a game is cut off after so many
 
 
-def make_atari_vec_env(
-    game: str, num_envs: int, backend: Backend = "native", seed: int = 0
-) -> VecEnv:
+_NATIVE_DIFFERENCES = (
+    "native games differ from Stable-Baselines3's wrappers: frames become gray before their "
+    "maximum, a reset plays 0 to 29 no-ops and FIRE for one frame, a lost life forces FIRE and "
+    "its frames stay stacked; train with HeadPPO or HeadA2C, which store forced actions"
+)
+
+
+@cache
+def say(line: str) -> None:
+    """Print a line once."""
+    print(line, flush=True)
+
+
+def make_atari_vec_env(game: str, num_envs: int, backend: Backend = "sb3", seed: int = 0) -> VecEnv:
     """A vector environment of Atari games: gray frames of 84 x 84, every fourth, four stacked.
 
     Actions are never sticky, also under a name such as "ALE/Pong-v5", which means sticky actions
@@ -38,15 +48,16 @@ def make_atari_vec_env(
     Args:
         game: "Breakout", "breakout", "ALE/Breakout-v5", "BreakoutNoFrameskip-v4": all the same.
         num_envs: how many games.
-        backend: "native", ale_py's C++ threads, see :class:`NativeAtariVecEnv`; its observations
-            are (4, 84, 84). Or "sb3", the wrappers of Stable-Baselines3 in one Python process,
-            (84, 84, 4).
+        backend: "sb3", the wrappers of Stable-Baselines3 in one Python process; observations are
+            (84, 84, 4). Or "native", ale_py's C++ threads, (4, 84, 84): faster, and not quite the
+            same games. The differences are printed once, see :class:`NativeAtariVecEnv`.
         seed: seed of the first game; game i has seed + i.
     """
     require_choice(get_args(Backend), backend=backend)
     require_at_least(1, num_envs=num_envs)
     name = game_name(game)
     if backend == "native":
+        say(_NATIVE_DIFFERENCES)
         return NativeAtariVecEnv(game_names()[name], num_envs, seed)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # ALE would print its version
     # The settings of BreakoutNoFrameskip-v4. Not every game has a name of that kind.
@@ -97,8 +108,8 @@ class NativeAtariVecEnv(VecEnv):
     A lost life ends the learner's episode, but not the game. The next action is then FIRE in games
     that know it, because some, such as Breakout, wait for it. The attribute ``forced_actions`` has
     the actions that the next step plays whatever actions it is given, -1 where the learner is free.
-    Transitions must be stored with these. HeadPPO and HeadA2C do so; other algorithms do not, and
-    there is a warning: give them ``backend="sb3"``.
+    Transitions must be stored with these. HeadPPO and HeadA2C do so; other algorithms do not: use
+    ``backend="sb3"`` for them.
 
     ``info["episode"]`` comes at the end of a game only, with the score (not the clipped rewards)
     and the length in frames.
@@ -165,16 +176,7 @@ class NativeAtariVecEnv(VecEnv):
                 f"{self.num_envs} games need as many of {self.action_space}, got {actions!r}"
             )
         forced = self.forced_actions
-        played = np.where(forced >= 0, forced, chosen.astype(np.int64))
-        if not np.array_equal(played, chosen):  # evaluations may give any actions, learners not
-            callers = {frame.f_code.co_name for frame, _ in walk_stack(None)}
-            if "collect_rollouts" in callers and "evaluate_policy" not in callers:
-                warnings.warn(
-                    "the algorithm stores actions that are not played: after a lost life these "
-                    'games play FIRE; use HeadPPO, HeadA2C or backend="sb3"',
-                    stacklevel=2,
-                )
-        self._engine.send(played)
+        self._engine.send(np.where(forced >= 0, forced, chosen.astype(np.int64)))
         self._pending = True
 
     def step_wait(self) -> VecEnvStepReturn:

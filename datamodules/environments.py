@@ -1,6 +1,5 @@
 """Environments by name: Atari games, and everything else that Gymnasium knows."""
 
-from functools import cache
 from typing import Any
 
 import gymnasium
@@ -8,19 +7,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from catnat.checks import did_you_mean, require_at_least
-from catnat.datamodules.atari import Backend, game_name, game_names, make_atari_vec_env
-
-NATIVE_DIFFERENCES = (
-    "native games differ from Stable-Baselines3's wrappers: frames become gray before their "
-    "maximum, a reset plays 0 to 29 no-ops and FIRE for one frame, a lost life forces FIRE and "
-    "its frames stay stacked"
-)
-
-
-@cache
-def say(line: str) -> None:
-    """Print a line once."""
-    print(line, flush=True)
+from catnat.datamodules.atari import Backend, game_name, game_names, make_atari_vec_env, say
 
 
 def is_atari(name: str) -> bool:
@@ -75,8 +62,6 @@ def make_env(
             say(
                 f"{env} is played without sticky actions here, as {game_name(env)}NoFrameskip-v4 is"
             )
-        if backend == "native":
-            say(NATIVE_DIFFERENCES)
         return make_atari_vec_env(env, num_envs, backend or "sb3", seed)
     if backend is not None:
         raise ValueError(f"backend {backend} is for Atari games, not for {env}")

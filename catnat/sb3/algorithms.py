@@ -26,11 +26,31 @@ class NonFinite(FloatingPointError):  # noqa: N818 - the name describes the numb
     """A loss, a gradient, a weight, a reward or an observation is not a finite number."""
 
 
-def require_finite(name: str, arrays: Any, steps: int) -> None:
-    """Raise an error if an array that an environment returned has a number that is not finite."""
-    for array in tree_leaves(arrays):
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise NonFinite(f"the environment gave {name} that are not finite, after {steps} steps")
+def require_finite(model: OnPolicyAlgorithm, **arrays: Any) -> None:
+    """Raise an error if an environment returned a number that is not finite.
+
+    Args:
+        model: algorithm that plays.
+        arrays: rewards, observations, by name.
+    """
+    for name, tree in arrays.items():
+        for array in tree_leaves(tree):
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise NonFinite(
+                    f"the environment gave {name} that are not finite, after "
+                    f"{model.num_timesteps} steps"
+                )
+
+
+def require_finite_weights(model: OnPolicyAlgorithm) -> None:
+    """Raise an error if a weight of the policy is not finite."""
+    if not all(weight.isfinite().all() for weight in model.policy.parameters()):
+        raise NonFinite(f"weights are not finite in the update after {model.num_timesteps} steps")
+
+
+def forces_actions(env: VecEnv) -> bool:
+    """Whether an environment may force actions, see :mod:`catnat.sb3.masks`."""
+    return isinstance(getattr(env, "forced_actions", None), np.ndarray)
 
 
 class HeadAlgorithm(OpenAlgorithm):
@@ -64,21 +84,21 @@ class HeadAlgorithm(OpenAlgorithm):
         rollout_buffer.reset()
         rollout_buffer.forced = np.zeros((n_rollout_steps, env.num_envs), bool)
         rollout_buffer.action_masks = None  # the name is that of sb3-contrib's buffers
+        is_forcing = forces_actions(env)
         callback.on_rollout_start()
-        self._require_finite("observations", self.last_observations)
+        require_finite(self, observations=self.last_observations)
         for n_steps in range(n_rollout_steps):
             with torch.no_grad():
                 obs_tensor = obs_as_tensor(self.last_observations, self.device)
                 actions, values, log_probs = self._act(env, obs_tensor)
             actions = actions.cpu().numpy()
-            forced_actions = getattr(env, "forced_actions", None)
-            if isinstance(forced_actions, np.ndarray):
+            if is_forcing:
+                forced_actions = env.forced_actions  # type: ignore[attr-defined]
                 rollout_buffer.forced[n_steps] = forced_actions >= 0
                 actions = np.where(forced_actions >= 0, forced_actions, actions)
             new_obs, rewards, dones, infos = env.step(actions)
             self.num_timesteps += env.num_envs
-            self._require_finite("rewards", rewards)
-            self._require_finite("observations", new_obs)
+            require_finite(self, rewards=rewards, observations=new_obs)
             callback.update_locals(locals())
             if not callback.on_step():
                 return False
@@ -112,9 +132,6 @@ class HeadAlgorithm(OpenAlgorithm):
             raise ValueError(
                 f"{type(self).__name__} needs a policy with a head, got {self.policy_class}"
             )
-
-    def _require_finite(self, name: str, arrays: Any) -> None:
-        require_finite(name, arrays, self.num_timesteps)
 
     def _act(self, env: VecEnv, obs_tensor: Any) -> Any:
         """Actions, values and log-probabilities of the policy."""
@@ -157,10 +174,7 @@ class HeadA2C(HeadAlgorithm, A2C):
             self.normalize_advantage = False
         super().train()
         self.normalize_advantage = normalize_advantage
-        if not all(weight.isfinite().all() for weight in self.policy.parameters()):
-            raise NonFinite(
-                f"weights are not finite in the update after {self.num_timesteps} steps"
-            )
+        require_finite_weights(self)
 
 
 def normalized(advantages: Tensor) -> Tensor:

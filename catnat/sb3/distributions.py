@@ -8,15 +8,16 @@ from functools import cached_property
 from typing import Any, Literal, Self
 
 import torch
-import torch.nn.functional as F
 from stable_baselines3.common.distributions import (
     CategoricalDistribution,
     MultiCategoricalDistribution,
 )
 from torch import Tensor, nn
+from torch.distributions import Bernoulli
 
 from catnat.distributions import HeadCategorical, pick
 from catnat.heads.base import CategoricalHead
+from catnat.heads.tree import CatnatHead
 from catnat.numerics import is_plain
 from catnat.sb3.masks import checked_masks
 
@@ -39,6 +40,16 @@ class OneChoice(nn.Module):
         return HeadCategorical(log_probs, validate_args=False, normalized=True)
 
 
+def default_mask_mode(head: nn.Module) -> MaskMode:
+    """The mask mode of a head.
+
+    A step that prunes a tree moves only the scores of nodes with allowed categories on both sides.
+    Renormalizing moves the scores of all nodes, and learns faster where masks change. Flat heads
+    lose nothing by pruning, which keeps their Fisher matrix that of the allowed categories.
+    """
+    return "renormalize" if isinstance(getattr(head, "inner", head), CatnatHead) else "prune"
+
+
 class FromHeads:
     """Turns scores into categorical distributions; the first of two base classes.
 
@@ -46,7 +57,8 @@ class FromHeads:
 
     Args:
         heads: head of each action, called as a module, so that probes see its scores.
-        mask_mode: how masks change a distribution, see :class:`~catnat.sb3.HeadPolicy`.
+        mask_mode: how masks change a distribution, see :class:`~catnat.sb3.HeadPolicy`; None:
+            "renormalize" for trees, "prune" for other heads.
     """
 
     distribution: Any
@@ -54,7 +66,7 @@ class FromHeads:
     masks: Any = None  # of the next scores
 
     def __init__(
-        self, heads: Sequence[CategoricalHead | OneChoice], mask_mode: MaskMode = "prune"
+        self, heads: Sequence[CategoricalHead | OneChoice], mask_mode: MaskMode | None = None
     ) -> None:
         self.heads = heads
         self.sizes = [head.num_categories for head in heads]
@@ -124,7 +136,7 @@ class FromHeads:
 
     def _part(self, head: Any, scores: Tensor, mask: Tensor | None) -> HeadCategorical:
         """The distribution of a head over the choices that its mask allows."""
-        if mask is None or self.mask_mode == "prune":
+        if mask is None or (self.mask_mode or default_mask_mode(head)) == "prune":
             part = head(scores, mask)
             if "logits" not in vars(part):  # computed now: under no_grad they need no graph
                 part.logits = head.log_probs(part.scores)
@@ -209,7 +221,7 @@ class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
         drawn = []
         for part, (_, positions) in zip(self.parts, self.groups, strict=True):
             many_bits = is_binary(part) and len(positions) > 1
-            drawn.append(draw_bits(part) if many_bits else draw(part))
+            drawn.append(bit_of(part).sample().long() if many_bits else draw(part))
         return self._in_order(drawn)
 
     def mode(self) -> Tensor:
@@ -226,7 +238,7 @@ class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
         return torch.stack([columns[position] for position in range(len(self.heads))], -1)
 
 
-# Two choices have one number, the log-odds z: half as much to compute as with two logarithms.
+# Two choices have one number, their log-odds: half as much to compute as with two logarithms.
 
 
 def is_binary(distribution: HeadCategorical) -> bool:
@@ -234,54 +246,27 @@ def is_binary(distribution: HeadCategorical) -> bool:
     return distribution.logits.shape[-1] == 2
 
 
-def log_odds(distribution: HeadCategorical) -> Tensor:
-    """z = log p_1 - log p_0 of a binary distribution, (*)."""
-    z = vars(distribution).get("log_odds")  # log_prob and entropy share it
-    if z is None:
+def bit_of(distribution: HeadCategorical) -> Bernoulli:
+    """A distribution of two categories as that of a bit; log_prob and entropy share it."""
+    bit: Bernoulli | None = vars(distribution).get("bit")
+    if bit is None:
         log_zero, log_one = distribution.logits.unbind(-1)
-        z = vars(distribution)["log_odds"] = log_one - log_zero
-    return z
+        bit = Bernoulli(logits=log_one - log_zero, validate_args=False)
+        vars(distribution)["bit"] = bit
+    return bit
 
 
 def log_prob(distribution: HeadCategorical, actions: Tensor) -> Tensor:
     """Log-probabilities of actions, (*)."""
-    if not is_binary(distribution):
-        return pick(distribution.logits, actions.long(), checked=False)
-    z = log_odds(distribution)
-    return -F.binary_cross_entropy_with_logits(z, actions.to(z.dtype), reduction="none")
+    if is_binary(distribution):
+        bit = bit_of(distribution)
+        return bit.log_prob(actions.to(bit.logits.dtype))
+    return pick(distribution.logits, actions.long(), checked=False)
 
 
 def entropy(distribution: HeadCategorical) -> Tensor:
     """Entropies, (*)."""
-    if not is_binary(distribution):
-        return distribution.entropy()
-    return BinaryEntropy.apply(log_odds(distribution))
-
-
-class BinaryEntropy(torch.autograd.Function):
-    """Entropy of bits with log-odds z: H = log(1 + e^z) - z p with p = sigmoid(z).
-
-    dH/dz = -z p (1 - p).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
-        """H(z), elementwise."""
-        p = z.sigmoid()
-        ctx.save_for_backward(z, p)
-        return F.softplus(z) - z * p
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The gradient in z."""
-        z, p = ctx.saved_tensors
-        return grad * z * p * (p - 1)
-
-
-def draw_bits(distribution: HeadCategorical) -> Tensor:
-    """Samples (*) of a binary distribution; never a category of probability 0."""
-    p = log_odds(distribution).sigmoid()
-    return torch.bernoulli(p).long()
+    return bit_of(distribution).entropy() if is_binary(distribution) else distribution.entropy()
 
 
 def total(terms: list[Tensor]) -> Tensor:

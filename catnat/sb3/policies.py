@@ -91,9 +91,11 @@ class HeadPolicy(OpenPolicy):
             A share above 0 keeps every allowed action possible. At 0, an action that was taken can
             become impossible: its KL divergence is infinite, and it gets no gradient and stays
             impossible.
-        mask_mode: "prune": the heads themselves take the masks; with scores of zero the allowed
-            actions are equally likely, and the Fisher matrix of a masked tree stays diagonal.
-            "renormalize": the probabilities of allowed actions are divided by their sum.
+        mask_mode: "renormalize", the default of trees: the probabilities of allowed actions are
+            divided by their sum. "prune", the default of other heads: the heads themselves take the
+            masks; with scores of zero the allowed actions are equally likely, and the Fisher matrix
+            of a masked tree stays diagonal. A tree learns faster with "renormalize" where masks
+            change from state to state.
         kwargs: further arguments of the policy.
     """
 
@@ -102,11 +104,12 @@ class HeadPolicy(OpenPolicy):
         *args: Any,
         head: str = "softmax",
         head_options: dict[str, Any] | None = None,
-        mask_mode: MaskMode = "prune",
+        mask_mode: MaskMode | None = None,
         **kwargs: Any,
     ) -> None:
         require_name(head=head)
-        require_choice(get_args(MaskMode), mask_mode=mask_mode)
+        if mask_mode is not None:
+            require_choice(get_args(MaskMode), mask_mode=mask_mode)
         options = dict(head_options or {})
         if head == "sparsemax":
             options.setdefault("mix", SPARSEMAX_MIX)

@@ -1,13 +1,12 @@
-"""PPO and A2C as ``--model`` names them: the settings that a run begins with.
+"""PPO and A2C as ``--model`` names them: their options, and the class that learns.
 
-A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and a name in
-``catnat.cli.names.RL_MODELS``.
+A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, a name in
+``catnat.cli.names.RL_MODELS``, and recipes in ``catnat/recipes``.
 """
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypedDict, get_args
 
-import numpy as np
 import stable_baselines3
 import torch
 from gymnasium import spaces
@@ -27,7 +26,7 @@ from catnat.checks import (
     require_positive,
     require_within,
 )
-from catnat.sb3.algorithms import HeadA2C, HeadAlgorithm
+from catnat.sb3.algorithms import HeadA2C, HeadAlgorithm, forces_actions
 from catnat.sb3.distributions import MaskMode
 from catnat.sb3.ppo import HeadPPO, cleanrl_schedule
 
@@ -70,7 +69,7 @@ class PolicyOptions(TypedDict, total=False):
     normalize_images: bool
     optimizer_class: type[Optimizer]
     optimizer_kwargs: Options
-    mask_mode: MaskMode
+    mask_mode: MaskMode | None
 
 
 AlgorithmClass = Literal["auto", "sb3", "head"]
@@ -91,11 +90,7 @@ class Algorithm:
         kwargs: options of the algorithm itself.
     """
 
-    atari: ClassVar[Options] = {}  # defaults for Atari games, by full name
-    not_atari: ClassVar[Options] = {  # and for other environments
-        "trainer.total_steps": 50_000,
-        "trainer.eval_deterministic": True,
-    }
+    name: ClassVar[str]  # of its files in catnat/recipes and, for Atari games, recipes/atari
     every = 1  # rollouts between two rows of the log
     fisher_every = 10  # most rollouts between two observations of the Fisher monitor
 
@@ -159,30 +154,9 @@ class Algorithm:
 
 
 class PPO(Algorithm):
-    """PPO; for Atari games with CleanRL's settings, which are the paper's."""
+    """PPO of Stable-Baselines3, or HeadPPO."""
 
-    # CleanRL's value loss has a factor 1/2, so that its vf_coef is 0.5.
-    atari = {
-        "model.learning_rate": 2.5e-4,
-        "model.anneal_lr": True,
-        "model.n_steps": 128,
-        "model.batch_size": 256,
-        "model.n_epochs": 4,
-        "model.clip_range": 0.1,
-        "model.ent_coef": 0.01,
-        "model.vf_coef": 0.25,
-        "model.value_loss": "cleanrl",
-    }
-    not_atari = {
-        **Algorithm.not_atari,
-        "model.learning_rate": 1e-3,
-        "model.anneal_lr": True,
-        "model.n_steps": 32,
-        "model.batch_size": 256,
-        "model.n_epochs": 20,
-        "model.gamma": 0.98,
-        "model.gae_lambda": 0.8,
-    }
+    name = "ppo"
 
     def make(self, *run: Any) -> stable_baselines3.PPO:
         """The algorithm."""
@@ -202,9 +176,7 @@ class PPO(Algorithm):
             "masks of actions need HeadPPO": masks
             or (masks is None and env.has_attr("action_masks")),
             "the value loss of CleanRL needs HeadPPO": self.kwargs.get("value_loss") == "cleanrl",
-            "native Atari games force actions, which needs HeadPPO": isinstance(
-                getattr(env, "forced_actions", None), np.ndarray
-            ),
+            "native Atari games force actions, which needs HeadPPO": forces_actions(env),
             "CUDA graphs need HeadPPO": self.kwargs.get("capture"),
         }
         on_cuda = get_device(device).type == "cuda"
@@ -214,16 +186,23 @@ class PPO(Algorithm):
 
 
 class A2C(Algorithm):
-    """A2C with the defaults of Stable-Baselines3."""
+    """HeadA2C, or A2C of Stable-Baselines3."""
 
+    name = "a2c"
     every = 100  # rollouts are short
     fisher_every = 100
 
     def make(self, *run: Any) -> stable_baselines3.A2C:
         """The algorithm."""
-        if self.algorithm == "sb3":
-            return stable_baselines3.A2C(**self.arguments(*run), **self.kwargs)
-        return HeadA2C(**self.arguments(*run), **self.kwargs)
+        arguments = self.arguments(*run)
+        if self.algorithm != "sb3":
+            return HeadA2C(**arguments, **self.kwargs)
+        if forces_actions(arguments["env"]):
+            raise ValueError(
+                "--algorithm sb3 does not work here: native Atari games force actions, which needs "
+                "HeadA2C"
+            )
+        return stable_baselines3.A2C(**arguments, **self.kwargs)
 
 
 _SHORTEST_INTERVAL = 10_000  # steps between evaluations, unless chosen

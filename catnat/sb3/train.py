@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from gymnasium.wrappers import TimeLimit
 from stable_baselines3.common.callbacks import CallbackList
 from stable_baselines3.common.logger import KVWriter, Logger
@@ -29,6 +30,7 @@ from catnat.sb3.algorithms import load_state
 from catnat.sb3.recipes import Algorithm, Training
 from catnat.sb3.sb3_compat import wrap_env
 
+_RECIPES = Path(__file__).parents[1] / "recipes"
 _RUN_ARGUMENTS = {"seed", "gamma"}  # arguments of make_env that are not options of the data
 # Arguments of Stable-Baselines3 that follow from others, or would do nothing here.
 _UNUSED = {
@@ -103,11 +105,11 @@ def complete(
     options, training = config.model.init_args, config.trainer
     remark = ""
     if is_new:
-        defaults = model_type.atari if is_atari(config.data.env) else model_type.not_atari
-        for name, value in defaults.items():
-            if name not in given:
-                group, _, option = name.partition(".")
-                (options if group == "model" else config[group])[option] = value
+        recipe = read_recipe(model_type, config.data.env)
+        for group, target in (("model", options), ("trainer", training)):
+            for name, value in recipe[group].items():
+                if f"{group}.{name}" not in given:
+                    target[name] = value
         if training.total_steps is None:
             on_cpu = training.device == "cpu" or not torch.accelerator.is_available()
             training.total_steps = _STEPS_ON_CPU if on_cpu else _STEPS
@@ -122,6 +124,13 @@ def complete(
         every = max(model_type.fisher_every, 1)
         config.fisher.every_n_rollouts = max(1, min(every, rollouts // 10))
     return remark
+
+
+def read_recipe(model_type: type[Algorithm], env: str) -> dict[str, dict[str, Any]]:
+    """The settings of an algorithm in an environment: options of "model" and of "trainer"."""
+    folder = _RECIPES / "atari" if is_atari(env) else _RECIPES
+    recipe = yaml.safe_load((folder / f"{model_type.name}.yaml").read_text())
+    return {"model": recipe["model"].get("init_args", {}), "trainer": recipe["trainer"]}
 
 
 class Run:
@@ -159,7 +168,7 @@ class Run:
         begin: Callable[[], object],
     ) -> None:
         config, training = self.config, self.config.trainer
-        steps = training.total_steps or _STEPS_ON_CPU
+        self.steps = training.total_steps or _STEPS_ON_CPU
         name = config.data.get("env", "Breakout")
         atari = is_atari(name)
         if atari:  # the emulator's seeds have 31 bits; refused now, not when everything is trained
@@ -167,7 +176,7 @@ class Run:
             largest = 2**31 - EVALUATION_SEED - max(_MOST_EVALUATED, num_envs)
             require_within(0, largest, "[)", seed=config.seed)
         self.env = self._environments()
-        self.model = config.model.make(self.env, steps, training.device, config.seed)
+        self.model = config.model.make(self.env, self.steps, training.device, config.seed)
         self.masked = getattr(self.model, "uses_masks", False)
         if "mask_mode" in self.model.policy_kwargs and not self.masked:
             raise ValueError("mask_mode has no effect: actions are not masked")
@@ -188,7 +197,7 @@ class Run:
             hyper_parameters=hyper_parameters,
             fisher=config.fisher,
             begin=begin,
-            save_every=config.save_every or max(25_000, steps // 100),
+            save_every=config.save_every or max(25_000, self.steps // 100),
             longest_game=None if is_limited else _LONGEST_GAME,
             log_every=config.model.every,
             env_id=name,
@@ -223,7 +232,7 @@ class Run:
         training = self.config.trainer
         self.model.logger.output_formats.extend(outputs)
         self.model.learn(
-            max((training.total_steps or _STEPS_ON_CPU) - self.step, 0),
+            max(self.steps - self.step, 0),
             CallbackList([self.config.fisher, *(training.callbacks or ()), self.callback]),
             log_interval=None,  # the callback writes rows, by step
             reset_num_timesteps=False,

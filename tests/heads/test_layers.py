@@ -51,7 +51,7 @@ GUESTS = {
     "catnat.kernels": {"torch", "triton"},
     "catnat.sb3": SB3,
     "catnat.sb3.policies": {*SB3, "sb3_contrib"},
-    "catnat.sb3.train": SB3,
+    "catnat.sb3.train": {*SB3, "yaml"},
     "catnat.sb3.recipes": {*SB3, "jsonargparse"},  # they say what options are
     "catnat.jax": {"jax", "numpy"},
     "catnat.integrations.transformers": {"torch", "transformers"},

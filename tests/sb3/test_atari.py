@@ -1,13 +1,12 @@
 """Atari environments: what the learner sees, is told and plays, on both backends."""
 
-import warnings
-
 import cv2
 import gymnasium
 import numpy as np
 import pytest
 from cases import slow
-from stable_baselines3 import A2C, PPO
+from stable_baselines3 import PPO
+from stable_baselines3.common.atari_wrappers import AtariWrapper
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecTransposeImage
@@ -24,8 +23,8 @@ def make():
     """make_atari_vec_env, with the environments closed at the end."""
     envs = []
 
-    def make(*args, **kwargs):
-        envs.append(make_atari_vec_env(*args, **kwargs))
+    def make(game, num_envs, backend="native", **kwargs):
+        envs.append(make_atari_vec_env(game, num_envs, backend, **kwargs))
         return envs[-1]
 
     yield make
@@ -112,6 +111,20 @@ def test_the_contract_of_a_vector_environment_whose_layout_policies_take(backend
     model.learn(8)
     actions, _ = model.predict(env.reset(), deterministic=True)
     assert actions.shape == (2,)
+
+
+def test_the_wrappers_are_the_default_and_native_games_print_their_differences_once(capsys):
+    atari.say.cache_clear()
+    wrapped = make_atari_vec_env("Breakout", 1)
+    assert wrapped.observation_space.shape == (84, 84, 4)
+    assert wrapped.env_is_wrapped(AtariWrapper) == [True]
+    wrapped.close()
+    assert capsys.readouterr().out == ""
+    for _ in range(2):
+        make_atari_vec_env("Breakout", 1, "native").close()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("native games differ from Stable-Baselines3's wrappers")
+    assert "HeadPPO or HeadA2C" in line
 
 
 # -- the native backend ---------------------------------------------------------------------------
@@ -238,8 +251,8 @@ def test_seeds_decide(make):
     assert env.reset().shape == (2, 4, 84, 84)
 
 
-@pytest.mark.parametrize("algorithm", [HeadPPO, slow(HeadA2C), slow(A2C)])
-def test_rollouts_have_the_actions_that_were_played_or_there_is_a_warning(algorithm, make):
+@pytest.mark.parametrize("algorithm", [HeadPPO, slow(HeadA2C)])
+def test_rollouts_have_the_actions_that_were_played(algorithm, make):
     env = make("Breakout", 2)
     played = []
     send = env._engine.send
@@ -247,16 +260,10 @@ def test_rollouts_have_the_actions_that_were_played_or_there_is_a_warning(algori
     model = algorithm("CnnPolicy", env, n_steps=60, seed=0, device="cpu", gamma=0.5)
     if algorithm is HeadPPO:
         model.batch_size, model.n_epochs = 120, 1
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        model.learn(120)
-        evaluate_policy(model, env, 1, deterministic=False)
-    del played[60:]
-    messages = [str(x.message) for x in caught if "not played" in str(x.message)]
-    assert len(messages) == (algorithm is A2C)
+    model.learn(120)
     actions = model.rollout_buffer.actions.reshape((2, 60) if algorithm is not HeadPPO else (60, 2))
     stored = actions if algorithm is HeadPPO else actions.T
-    assert np.array_equal(stored, np.stack(played)) == (algorithm is not A2C)
+    assert np.array_equal(stored, np.stack(played))
 
 
 def test_an_interrupted_step_does_not_hang_what_follows(make, monkeypatch):

@@ -186,7 +186,8 @@ class Few(Guess):
 def run_masked(head, space, monitor=None, algorithm=MaskablePPO):
     env = make_vec_env(Few, 2, seed=0, env_kwargs={"action_space": space})
     kind = HeadActorCriticPolicy if algorithm is HeadPPO else HeadMaskablePolicy
-    model = algorithm(kind, env, policy_kwargs={"head": head}, **SMALL)
+    kwargs = {"head": head, "mask_mode": "prune"}
+    model = algorithm(kind, env, policy_kwargs=kwargs, **SMALL)
     return model, logged(model, 32, monitor or FisherMonitorSB3(num_samples=512, details=True))[32]
 
 

@@ -44,6 +44,14 @@ def test_what_needs_head_ppo_gets_it_and_stock_ppo_refuses_it(options, env, reas
     env.close()
 
 
+def test_stock_a2c_refuses_native_games():
+    env = make_env("Breakout", 1, "native")
+    assert type(made(A2C, env)) is HeadA2C
+    with pytest.raises(ValueError, match="--algorithm sb3 does not work here: native Atari games"):
+        made(A2C, env, algorithm="sb3")
+    env.close()
+
+
 def test_masks_that_are_turned_off_need_nothing():
     assert type(made(PPO, make_vec_env(Guess, 1), masks=False, **SMALL)) is stable_baselines3.PPO
     assert type(made(PPO, make_vec_env(Unmasked, 1), **SMALL)) is stable_baselines3.PPO
@@ -71,7 +79,7 @@ def test_short_runs_are_evaluated_seldom():
     assert Training(total_steps=50_000, eval_every=0).eval_every == 0
 
 
-def test_atari_games_are_played_by_the_wrappers_unless_native_is_chosen(capsys):
+def test_atari_games_are_played_by_the_wrappers_without_sticky_actions(capsys):
     environments.say.cache_clear()
     for _ in range(2):
         env = make_env("ALE/Breakout-v5", 1)
@@ -80,7 +88,3 @@ def test_atari_games_are_played_by_the_wrappers_unless_native_is_chosen(capsys):
     assert capsys.readouterr().out == (
         "ALE/Breakout-v5 is played without sticky actions here, as BreakoutNoFrameskip-v4 is\n"
     )
-    env = make_env("Breakout", 1, "native")
-    assert env.observation_space.shape == (4, 84, 84)
-    env.close()
-    assert capsys.readouterr().out.startswith("native games differ from Stable-Baselines3's wrapp")

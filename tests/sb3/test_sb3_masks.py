@@ -139,6 +139,27 @@ def test_renormalized_masks_divide_by_the_allowed_share(head, space):
     assert all(p.grad is None or p.grad.isfinite().all() for p in it.parameters())
 
 
+@pytest.mark.parametrize("options", [{}, {"mix": 0.01}])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_tree_is_renormalized_unless_told_otherwise_and_flat_heads_are_pruned(head, options):
+    def scores_with_a_gradient(**more):
+        it = HeadActorCriticPolicy(
+            BOX, spaces.Discrete(70), lambda _: 1e-3, head=head, head_options=options, **more
+        )
+        scores = torch.zeros(1, it.heads[0].num_scores, requires_grad=True)
+        with it.action_dist.using(masks=torch.arange(70)[None] % 35 == 0):  # 2 of 70
+            it.action_dist.proba_distribution(scores)
+        assert torch.allclose(it.action_dist.entropy(), torch.tensor(2.0).log())
+        it.action_dist.log_prob(torch.tensor([35])).sum().backward()
+        return int((scores.grad.abs() > 1e-6).sum())
+
+    is_tree = head in ("sigmoid", "natural")
+    pruned = scores_with_a_gradient(mask_mode="prune")
+    assert pruned == (1 if is_tree else 2), "one split is left of a tree"
+    kept = scores_with_a_gradient()
+    assert kept > 10 if is_tree else kept == 2, "and all splits of two paths"
+
+
 def test_the_mask_mode_is_checked_and_saved(tmp_path):
     kwargs = {"head": "natural", "mask_mode": "renormalize"}
     model = learned(HeadPPO, "MlpPolicy", guesses(), 1, policy_kwargs=kwargs)
