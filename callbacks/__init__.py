@@ -1,4 +1,4 @@
-"""Callbacks of Lightning: they observe a run, and never change what is learned.
+"""Callbacks of Lightning: they observe a run and do not affect training.
 
 :class:`FisherMonitorSB3` is one of Stable-Baselines3, and is imported when it is first used.
 """

@@ -19,16 +19,16 @@ _DEFAULT_METRIC = "val/loss"  # of best.ckpt
 class LastCheckpoint(Checkpoint):
     """Keeps ``last.ckpt``, from which a run resumes.
 
-    It is written every n steps, after the last step, and when a signal asks to stop: the step in
-    progress is finished, with all the batches it accumulates, saved, and :class:`Stopped` raised,
-    on all ranks alike. A second SIGINT does not wait. A step that is followed by a validation is
-    saved after the validation, with its result: a resumed run neither repeats the validation nor
-    leaves it out. While it is among the callbacks, every checkpoint has the random states of all
-    ranks: a resumed run draws the numbers that the run would have drawn without the interruption.
+    It is saved every n steps, after the last step, and on a signal. On a signal, all ranks finish
+    the current step with all the batches that it accumulates, save, and raise :class:`Stopped`. A
+    second SIGINT does not wait. A step that is followed by a validation is saved after the
+    validation, with its result: a resumed run neither repeats the validation nor leaves it out.
+    While it is among the callbacks, every checkpoint has the random states of all ranks: a resumed
+    run draws the random numbers of an uninterrupted run.
 
     Args:
-        dirpath: the folder; rank 0's counts.
-        every_n_steps: how often.
+        dirpath: folder of the checkpoint, as given on rank 0.
+        every_n_steps: number of steps between checkpoints.
     """
 
     sees_blocks = True  # of replayed steps, which end where a checkpoint is due

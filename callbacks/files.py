@@ -1,4 +1,4 @@
-"""Files that survive a kill at any moment, checkpoints among them."""
+"""Atomic writes of files, such as checkpoints."""
 
 import io
 import os

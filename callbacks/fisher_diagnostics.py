@@ -98,7 +98,7 @@ def sampled_row(sums: list[float], details: bool, mass_l1: float, off: float, to
 
 
 def seed_of(*words: object) -> int:
-    """A seed that depends on these words alone."""
+    """A seed derived only from these words."""
     return random.Random(" ".join(map(str, words))).getrandbits(63)
 
 

@@ -27,11 +27,11 @@ class FisherMonitor(Callback):
 
     - ``fim/off_diagonal_mass``: sqrt(sum_{i!=j} G_ij^2 / sum_ij G_ij^2), the share of G's Frobenius
       norm off the diagonal, measured: from ``num_samples`` categories drawn at each row of every
-      step, without a closed form. Half of the draws give one estimate A of G, the others give
-      another one B. The sums of A_ij B_ij take the place of those of G_ij^2, so noise gives no
-      floor. Both sums are added up over the steps, where a step counts half as much 34 observed
-      steps later, and then divided; the mass is 0 where their ratio is negative. For sparsemax it
-      is too small: rare categories make up most of its G, and are hardly ever drawn;
+      step, without a closed form. Half of the draws give an estimate A of G, and the other half an
+      independent estimate B. The sums of A_ij B_ij take the place of those of G_ij^2, so noise
+      gives no floor. Both sums are added up over the steps, where a step counts half as much 34
+      observed steps later, and then divided; the mass is 0 where their ratio is negative. For
+      sparsemax it is too small: rare categories make up most of its G, and are hardly ever drawn;
     - ``fim/exact_off_diagonal_mass``: the same of the exact G of this step, with all categories: by
       the head's closed form, or by differentiation where a subclass changed what that was derived
       for;
@@ -58,16 +58,16 @@ class FisherMonitor(Callback):
     head's name in the tag, ``fim/<name>/...``.
     Scores are those of the latest call of a head in a batch; a head that was not called is left
     out. A head with parameters of its own is evaluated as it is after the step's update. The
-    monitor draws from a random generator of its own, so that a run with the monitor learns the same
-    as a run without. Scores are kept on the device; after ``write_every_n_steps`` observed steps
-    the diagnostics of all these steps are computed and written, each under its own step. An
-    exception that ends the run writes the steps before it, too, if there is one rank.
+    monitor uses its own random generator, so it does not affect training. Scores are kept on the
+    device; after ``write_every_n_steps`` observed steps the diagnostics of all these steps are
+    computed and written, each under its own step. An exception that ends the run writes the steps
+    before it, too, if there is one rank.
 
     The latest values are metrics of the Trainer, too: ``EarlyStopping("fim/saturated")`` works.
 
-    A number that cannot be computed is NaN: observing never ends a run. If an error is the reason,
-    one warning for each head says which. A head with more than 8192 scores gets no draws, and no
-    tags at all if its G is not diagonal: the matrices would be too large.
+    A number that cannot be computed is NaN: observing never ends a run. If an error is the cause,
+    the monitor warns once per head. A head with more than 8192 scores gets no draws, and no tags at
+    all if its G is not diagonal: the matrices would be too large.
 
     Args:
         every_n_steps: observe each n-th optimizer step.

@@ -23,12 +23,12 @@ class FisherMonitorSB3(BaseCallback):
     The tags are those of :class:`FisherMonitor`, which explains them and their limits: ``fim/...``,
     or ``fim/<name>/...`` if a policy has several heads. Actions that share a head are averaged. A
     policy whose actions have one choice each has no scores: nothing is written. What cannot be
-    computed is NaN, with one warning for each head. Rollouts take the place of steps. G is the mean
-    over states of the rollout, under the policy that played it. If actions were masked, G belongs
-    to the distribution over the allowed actions with ``mask_mode="prune"``: the scores are those
-    that :meth:`CategoricalHead.masked` returns, and G of a tree stays diagonal. With "renormalize",
-    the default of trees, G belongs to the distribution without the mask. The monitor also writes
-    ``train/entropy``, the mean entropy of the policy in these states.
+    computed is NaN, with one warning for each head. It records rollouts instead of steps. G is the
+    mean over states of the rollout, under the policy that played it. If actions were masked, G
+    belongs to the distribution over the allowed actions with ``mask_mode="prune"``: the scores are
+    those that :meth:`CategoricalHead.masked` returns, and G of a tree stays diagonal. With
+    "renormalize", the default of trees, G belongs to the distribution without the mask. The monitor
+    also writes ``train/entropy``, the mean entropy of the policy in these states.
 
     G is drawn after the rollouts 0, 10, 100, 1000 and so on, and after the last one.
 

@@ -28,7 +28,7 @@ Draw = Callable[[], Tensor | None]  # gives an image, or None for no image
 
 
 def add_image(loggers: Iterable[Logger], tag: str, draw: Draw, step: int) -> None:
-    """Give an image to every logger that takes any; if none does, nothing is drawn.
+    """Log an image to every logger that supports images; without one, nothing is drawn.
 
     Args:
         loggers: loggers of the Trainer.
@@ -124,7 +124,7 @@ def side_by_side(images: Tensor) -> Tensor:
 
 
 class Figures(Callback):
-    """Writes images of a model at each validation: those for which it has what they show.
+    """Writes images of a model at each validation: each image that the model supports.
 
     - ``images/reconstructions``: the first inputs above, what ``reconstruct`` gives for them below;
     - ``images/prior``: what ``sample_prior`` gives, decoded draws from the prior;

@@ -41,8 +41,8 @@ class RunSB3(EvalCallback):
     observations are normalized. These hold pickled code, and nothing here reads them.
 
     On SIGINT, SIGTERM or SIGHUP ``last.ckpt`` is written after the present rollout, and
-    :class:`Stopped` raised. Where an environment does not answer any more, that happens within 8
-    seconds, and the steps of the present rollout are lost. A second SIGINT does not wait.
+    :class:`Stopped` raised. If an environment does not respond, the run ends within 8 seconds and
+    loses the current rollout. A second SIGINT does not wait.
 
     Args:
         args: as for ``EvalCallback``: eval_env, ...
@@ -266,7 +266,9 @@ def recent_return(model: OnPolicyAlgorithm) -> Metrics:
 
 
 class Rows(TensorBoardOutputFormat):
-    """Stable-Baselines3's rows in one event file with the rest: TensorBoard follows one only.
+    """Writes the rows of Stable-Baselines3 to the run's event file.
+
+    TensorBoard follows only one file.
 
     The file is opened with the first row: one of a resumed run loses rows then.
 

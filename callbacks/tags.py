@@ -17,8 +17,8 @@ The Fisher matrix:
   fim/off_diagonal_mass: >-
     Share of the Fisher matrix's Frobenius norm off its diagonal, sqrt(sum_{i≠j} G_ij² / sum_ij
     G_ij²), measured from categories drawn at every step: two halves of the draws are multiplied, so
-    that noise gives no floor. A ratio of sums over the latest steps, where a step counts half as
-    much 34 steps later.
+    there is no noise floor. The value is a ratio of running sums; the weight of a step halves every
+    34 steps.
   fim/exact_off_diagonal_mass: >-
     The same share of the exact matrix of this step. 0 for catnat heads, whose matrix is diagonal;
     for softmax it changes with the scores.
@@ -33,11 +33,11 @@ The Fisher matrix:
   fim_sampled/off_diagonal_share: >-
     The ratio whose root is fim/off_diagonal_mass; it can be negative.
   fim_spectrum/condition_number: >-
-    Largest over smallest eigenvalue of the Fisher matrix, on its support. Follow it within one
-    head: a tree of K categories begins at K/2, because deep nodes are rare.
+    Largest over smallest eigenvalue of the Fisher matrix, on its support. Compare values of one
+    head only. A tree over K categories starts at K/2, because deep nodes are reached rarely.
   fim/off_diagonal_mass_l1:
     The share of absolute values off the diagonal, sum_{i≠j} |G_ij| / sum_ij |G_ij|. Exactly 0 for
-    catnat heads. 1/2 for softmax whatever it learns, because the rows of its matrix sum to zero.
+    catnat heads. Always 1/2 for softmax, because the rows of its matrix sum to zero.
   fim_sampled/off_diagonal_mass_l1: >-
     The l1 share again, of a Fisher matrix estimated from the categories drawn at this step: noise
     keeps it above 0 for every head. Compare it with other code that draws.
@@ -78,8 +78,8 @@ PPO and A2C:
     Mean length of the evaluated games, in steps; of Atari games in frames of the emulator, four
     in a step.
   eval/unfinished, test/unfinished:
-    Games that had not ended after 10,000 steps, where an environment has no time limit; they
-    count as they are.
+    Number of games stopped after 10,000 steps, in environments without a time limit. Their returns
+    count.
   rollout/ep_rew_mean: Mean return of the last 100 games of training.
   rollout/ep_len_mean: Mean length of the last 100 games of training, in steps.
   time/fps: Steps of all environments together, for each second.

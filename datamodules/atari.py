@@ -47,7 +47,7 @@ def make_atari_vec_env(game: str, num_envs: int, backend: Backend = "sb3", seed:
 
     Args:
         game: "Breakout", "breakout", "ALE/Breakout-v5", "BreakoutNoFrameskip-v4": all the same.
-        num_envs: how many games.
+        num_envs: number of games.
         backend: "sb3", the wrappers of Stable-Baselines3 in one Python process; observations are
             (84, 84, 4). Or "native", ale_py's C++ threads, (4, 84, 84): faster, and not quite the
             same games. The differences are printed once, see :class:`NativeAtariVecEnv`.
@@ -116,7 +116,7 @@ class NativeAtariVecEnv(VecEnv):
 
     Args:
         rom: the game, as ale_py spells it: "ms_pacman".
-        num_envs: how many games.
+        num_envs: number of games.
         seed: seed of the first game, from 0; game i has seed + i, all below 2^31.
 
     Shapes:

@@ -23,7 +23,7 @@ class GraphDataModule(InMemoryDataModule):
 
     Args:
         train: list of ``Data``, or a file with one, saved by ``torch.save``.
-        val: as ``train``; None takes a tenth of ``train``, drawn with the seed.
+        val: validation data; by default a random tenth of ``train``.
         test: as ``val``.
         batch_size: batch size of each device (B).
         seed: seed of the split and of the order of the batches.

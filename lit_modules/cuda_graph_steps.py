@@ -116,7 +116,7 @@ class ReplayLoop(AutomaticOptimization):
 
     @classmethod
     def of(cls, module: LightningModule) -> "ReplayLoop | None":
-        """The loop that replays the steps of a module at present; None if they are eager ones."""
+        """The loop that currently replays a module's steps; None if steps are eager."""
         trainer = trainer_of(module)
         loop = optimization_loop(trainer) if isinstance(trainer, Trainer) else None
         return loop if isinstance(loop, cls) else None
@@ -282,7 +282,7 @@ class ReplayLoop(AutomaticOptimization):
                 logger.log_metrics(metrics, step)
 
     def restore_optimizer(self) -> None:
-        """Give the optimizer back as it was before its steps were captured."""
+        """Restore the optimizer to its state before capture."""
         for group, kernels in zip(self._optimizer.param_groups, self._kernels, strict=True):
             group |= kernels
             for parameter in group["params"]:
@@ -322,7 +322,7 @@ def is_own(owner: Any, name: str, base: type) -> bool:
 
 
 def why_not_replayed(module: "StepModule") -> str | None:
-    """Why the steps of a run are eager ones; None if they can be replayed."""
+    """The reason why the steps of a run are eager; None if they can be replayed."""
     trainer = module.trainer
     strategy = trainer.strategy
     obstacles = {

@@ -11,9 +11,10 @@ from catnat.numerics import can_branch_on, is_plain
 
 
 def checked_scores(module: nn.Module, scores: Tensor, batch: Any) -> Tensor:
-    """The scores, unless one of them is NaN, which is a FloatingPointError.
+    """Return the scores; NaN raises a FloatingPointError.
 
-    They are looked at on the CPU, and elsewhere in evaluation, which waits for the device anyway.
+    The check runs on the CPU, and on other devices only in evaluation, which waits for the device
+    anyway.
     """
     may_look = can_branch_on(scores) or (not module.training and is_plain(scores))
     if may_look and not math.isfinite(scores.detach().sum()) and bool(scores.isnan().any()):

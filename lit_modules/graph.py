@@ -70,7 +70,7 @@ class GraphStructureLearner(StepModule):
     variance of the gradient. :meth:`graph` returns the learned graph as ``Data``, and
     :meth:`sample_graphs` returns random graphs.
 
-    A run warns once when true edges die, because these get no gradient any more.
+    A run warns once when true edges die, because dead edges no longer get a gradient.
 
     Logged: train/loss; val/loss; and for val/ and test/: energy_score, energy_score_2x (the paper's
     table has twice its formula), pp_mae (of the median of M samples), pp_mse (of their mean),

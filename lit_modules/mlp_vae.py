@@ -13,7 +13,7 @@ _LEARNING_RATE = 5e-4  # of Adam
 
 
 class MLPDiscreteVAE(DiscreteVAE):
-    r"""As :class:`DiscreteVAE`, with linear layers and no relaxation.
+    r"""A :class:`DiscreteVAE` with linear layers, trained with the score function.
 
     The encoder's gradient is that of the closed-form KL plus
 
@@ -25,7 +25,7 @@ class MLPDiscreteVAE(DiscreteVAE):
     Args:
         head: name of the head, one of ``catnat.head_names()``.
         num_latents: number of latent variables (N).
-        num_categories: number of categories of each (K).
+        num_categories: number of categories per latent (K).
         learning_rate: learning rate of the optimizer. None: 0.0005, or that of ``optimizer``.
         optimizer: function that makes the optimizer of given parameters, such as
             ``torch.optim.SGD``; None for Adam.
@@ -35,14 +35,14 @@ class MLPDiscreteVAE(DiscreteVAE):
         baseline: "constant", or "leave-one-out": of M samples, the mean of the other M - 1.
         baseline_value: b for the constant baseline.
         num_samples: M, samples per image and step; at least 2 for leave-one-out.
-        nll_samples: importance samples per image for test/nll; with fewer a test takes less time,
-            and test/nll is larger.
+        nll_samples: importance samples per image for test/nll; fewer samples are faster, but bias
+            test/nll upward.
         head_options: options of the head, such as ``amplitude`` for natural.
         kl_weight: weight of the KL divergence, at the end of its schedule if it has one.
         kl_start: weight at the first step, from where it changes linearly to ``kl_weight``; needs
             ``kl_steps``. See :class:`DiscreteVAE` on annealing from 0.
         kl_steps: number of steps from ``kl_start`` to ``kl_weight``.
-        capture: whether training steps are replayed as CUDA graphs where that is possible.
+        capture: whether training steps are replayed as CUDA graphs if possible.
     """
 
     def __init__(

@@ -24,10 +24,10 @@ from catnat.rng import State, forked_random_state, separate_noise
 class StepModule(LightningModule):
     """A module that minimizes :meth:`step_loss`, and draws reproducible noise.
 
-    Every rank has noise of its own. With the callback :class:`~catnat.callbacks.LastCheckpoint`
-    random states are part of a checkpoint: a resumed run learns the same bit for bit as a run
-    without interruption, if its loader resumes exactly, as those of catnat.datamodules do. A
-    shuffled DataLoader of torch does not.
+    Each rank has its own noise. With the callback :class:`~catnat.callbacks.LastCheckpoint` random
+    states are part of a checkpoint: a resumed run gives bit for bit the results of an uninterrupted
+    run if its loader resumes exactly. The loaders of catnat.datamodules do; a shuffled DataLoader
+    of torch does not.
 
     :meth:`step_loss` also works under ``torch.func``: many models with stacked parameters and
     buffers take a step together by ``vmap(..., randomness="different")``.
@@ -38,15 +38,15 @@ class StepModule(LightningModule):
     ordinary LightningModule.
 
     With ``capture=True`` the steps are replayed as CUDA graphs on a CUDA device, see
-    :class:`~catnat.lit_modules.cuda_graph_steps.ReplayLoop`; they are the same steps. Steps are
-    eager ones, and a warning says why, where that is not so: with hooks between a batch and its
-    update, with several devices, and with an optimizer other than Adam, AdamW and SGD.
+    :class:`~catnat.lit_modules.cuda_graph_steps.ReplayLoop`; they are the same steps. Otherwise,
+    steps are eager and a warning gives the reason: hooks between a batch and its update, several
+    devices, or an optimizer other than Adam, AdamW and SGD.
 
     Two runs of one seed are the same bit for bit on a CPU, and on a GPU with
-    ``Trainer(deterministic=True)``. Without it many kernels add up numbers in any order.
+    ``Trainer(deterministic=True)``. Without it, many kernels add numbers in an arbitrary order.
 
     Args:
-        capture: whether steps are replayed as CUDA graphs where that is possible.
+        capture: whether steps are replayed as CUDA graphs if possible.
         gradient_clip: largest norm of the gradient; 0 for no limit.
         learning_rate: learning rate of the optimizer; None for the optimizer's own.
         optimizer: function that makes the optimizer of given parameters, such as
@@ -225,7 +225,7 @@ class StepModule(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip as the Trainer says, otherwise to the norm ``gradient_clip``."""
+        """Clip as the Trainer is configured, or to the norm ``gradient_clip``."""
         if gradient_clip_val is None:
             gradient_clip_val = self.gradient_clip
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -257,7 +257,7 @@ class StepModule(LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log the metrics of all rows of all ranks, and forget the rows.
 
-        There are no rows where a subclass evaluates in its own way.
+        A subclass with its own evaluation has no rows.
         """
         stage = "test" if self.trainer.testing else "val"
         rows = getattr(self, f"{stage}_means")

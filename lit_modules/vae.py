@@ -39,13 +39,12 @@ class DiscreteVAE(StepModule):
 
     .. math:: \mathrm{loss} = -\log p(x \mid z) + w \, KL(q(z \mid x) \,\|\, \mathrm{uniform})
 
-    z is a one-hot sample of q. The estimator chooses the gradient through it. "gumbel" (the
-    default) takes the gradient of the relaxed sample at temperature
-    τ(step) = max(τ(0) exp(-rate step), min), updated every 1,000 steps, and "gumbel-rao" the mean
-    gradient of several relaxed samples. ``q.rsample`` describes these and "straight-through",
-    "reinmax" and "relaxed", where z is the relaxed sample itself. "score-function" takes two
-    samples, each the baseline of the other. An option that the estimator does not use must not be
-    given.
+    z is a one-hot sample of q. The estimator determines its gradient. "gumbel" (the default) takes
+    the gradient of the relaxed sample at temperature τ(step) = max(τ(0) exp(-rate step), min),
+    updated every 1,000 steps, and "gumbel-rao" the mean gradient of several relaxed samples.
+    ``q.rsample`` describes these and "straight-through", "reinmax" and "relaxed", where z is the
+    relaxed sample itself. "score-function" takes two samples, each the baseline of the other. An
+    option that the estimator does not use raises an error.
 
     A batch is (B, 1, 28, 28) in [0, 1], or a sequence that begins with that. Subclasses override
     :meth:`scores`, :meth:`loss`, or :meth:`make_networks`.
@@ -57,14 +56,14 @@ class DiscreteVAE(StepModule):
     test/information (of the latents about an image, in nats: the sum over n of I(x; z_n), which is
     at least I(x; z)), test/saturated (share of scores in a flat region of the head) and
     test/collapsed (1 if the latents carry no information; KL alone does not show that, as a q that
-    is the same for all images can be far from the prior). Evaluation draws noise of its own, the
-    same each time: how often a model is evaluated does not change what it learns.
+    is the same for all images can be far from the prior). Every evaluation uses the same separate
+    noise, so its frequency does not affect training.
 
     Args:
         head: name of the head, one of ``catnat.head_names()``. The default is the head that had the
             lowest test NLL in our runs.
         num_latents: number of latent variables (N).
-        num_categories: number of categories of each (K).
+        num_categories: number of categories per latent (K).
         learning_rate: learning rate of the optimizer. None: 0.001, or that of ``optimizer``.
         optimizer: function that makes the optimizer of given parameters, such as
             ``torch.optim.SGD``; None for Adam.
@@ -73,12 +72,12 @@ class DiscreteVAE(StepModule):
         gradient_clip: largest norm of the gradient; 0 for no limit.
         temperature_rate: r in τ = temperature * exp(-r step) (default 3e-5).
         min_temperature: lower limit of τ (default 0.5).
-        nll_samples: importance samples per image for test/nll; with fewer a test takes less time,
-            and test/nll is larger.
+        nll_samples: importance samples per image for test/nll; fewer samples are faster, but bias
+            test/nll upward.
         head_options: options of the head, such as ``amplitude`` for natural.
         estimator: estimator of the gradient through z: "gumbel", "gumbel-rao", "straight-through",
             "reinmax" (or "zgr"), "relaxed" or "score-function".
-        capture: whether training steps are replayed as CUDA graphs where that is possible.
+        capture: whether training steps are replayed as CUDA graphs if possible.
         temperature: τ at the first step (default 1). Half of the paper's schedule, with which
             "gumbel-rao" did best in our runs, is ``temperature=0.5, min_temperature=0.25``.
         num_draws: relaxed samples for each image of "gumbel-rao" (default 8).
@@ -340,7 +339,7 @@ class DiscreteVAE(StepModule):
         return means
 
     def on_fit_end(self) -> None:
-        """Warn of a code that is hardly used."""
+        """Warn if few codes are in use."""
         self._warn_of_unused_codes()
 
     def _warn_of_unused_codes(self) -> None:

@@ -64,8 +64,8 @@ class RunFolder:
     def close(self) -> None:
         """Release an open folder; delete it if the run is new and has left nothing.
 
-        The lock file stays in a folder with content: who deletes it could delete the lock of a
-        process that has just opened the folder.
+        The lock file stays in a folder with content: deleting it could remove the lock of another
+        process.
         """
         if self._lock is None:
             return

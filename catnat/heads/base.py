@@ -275,9 +275,9 @@ class CategoricalHead(nn.Module, ABC):
 
         They are drawn without replacement, in this order: each has its probability among the
         categories that are left. A large tree is walked down at O(k log K) (Kool, van Hoof and
-        Welling, 2019); the other heads perturb all log-probabilities. Where fewer than k categories
-        have a probability above 0, impossible ones come last. A NaN score that matters is an error
-        on the CPU; elsewhere the categories of a tree are then -1.
+        Welling, 2019); the other heads perturb all log-probabilities. If fewer than k categories
+        are possible, impossible categories come last. A NaN score that matters is an error on the
+        CPU; elsewhere the categories of a tree are then -1.
 
         Args:
             scores: (*, S).

@@ -1,7 +1,7 @@
 """The log-probability of classes under an output layer, by Triton kernels on CUDA.
 
 :class:`FusedTree` is for sigmoid and natural activations, with dense gradients; a plain torch
-function, which agrees to rounding, is the way for all else, and for a derivative of the gradient.
+function, which agrees to rounding, covers all other cases and derivatives of the gradient.
 
 Shapes: hidden (M, D), weight (S, D) with S = K - 1, paths of H nodes. The scores of the first U
 nodes of a path come from one matmul, those of the L = H - U nodes below from gathered rows.

@@ -1,7 +1,7 @@
 """Orders of classes on the leaves of a tree: ``order[k]`` is the leaf of class k.
 
 Classes below a common node share all splits above this node, so a layer learns faster and better
-if they are alike. The functions here build orders from what is known of the classes:
+if they are alike. These functions build orders from embeddings or text:
 
 - :func:`by_embedding`, from a vector for each class: a trained embedding, weights of a softmax;
 - :func:`by_cooccurrence`, from a text or another sequence of classes: those that follow the same

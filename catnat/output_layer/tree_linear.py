@@ -1,6 +1,7 @@
 """TreeLinear: an output layer over K classes that costs log2 K rows of its weight for each row.
 
-With frequent classes it is a softmax over these and one more, "rare", and a tree over the others.
+With frequent classes, it is a softmax over these classes and the event "rare", and a tree over the
+rare classes.
 """
 
 import math
@@ -49,7 +50,7 @@ from catnat.output_layer.shortlist import (
 class TreeLinear(PathArithmetic):
     r"""A linear layer and a tree head in one: from hidden states (*, D) to K classes.
 
-    ``head(linear(hidden))`` computes K - 1 scores. A class needs those on its path alone: the
+    ``head(linear(hidden))`` computes K - 1 scores. A class needs only the scores on its path: the
     log-probability of a target, a sample and their gradients take log2 K rows of the weight here.
 
     With ``frequent`` classes F, the layer is a softmax over these and one event more, "rare", and
@@ -62,7 +63,7 @@ class TreeLinear(PathArithmetic):
         num_categories: number of classes (K), at least 2.
         head: the name of a tree head (sigmoid, natural, one of your own), or such a head over as
             many categories as there are rare classes. ``"natural"`` has a tail of 0.05 here,
-            because a likelihood does not forgive impossible classes; ``tail=0`` is the paper's.
+            because an impossible class has an infinite loss; ``tail=0`` is the paper's.
         order: the leaf of each class, a permutation of 0..K-1; None for class k on leaf k. Which
             classes share a subtree decides how well the layer learns, see
             :mod:`catnat.output_layer.orders`.
@@ -226,8 +227,8 @@ class TreeLinear(PathArithmetic):
         """A layer that is near the softmax of a trained linear layer, without training.
 
         The logits of frequent classes stay what they are. Scores of nodes and of "rare" are linear
-        approximations at the hidden states, see :mod:`catnat.output_layer.convert`. There is no
-        way back: a tree is no softmax of linear logits.
+        approximations at the hidden states, see :mod:`catnat.output_layer.convert`. The conversion
+        cannot be reversed: no linear logits give the probabilities of a tree.
 
         Args:
             linear: a trained linear layer with K rows.

@@ -74,7 +74,7 @@ class HeadPolicy(OpenPolicy):
     equally many choices share a head and are computed together, unless the head has weights. An
     action with one choice has a head without scores. A probability that is NaN raises a ValueError,
     as in the policies of Stable-Baselines3. The deterministic action is the likeliest of all
-    categories; a tree does not decide it split by split.
+    categories; a tree does not choose it node by node.
 
     The metadata of ``state_dict()`` has the head's name and options. Loading weights of another
     head, or of other options, raises a ValueError.

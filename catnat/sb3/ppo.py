@@ -1,6 +1,6 @@
 """HeadPPO: the PPO of Stable-Baselines3 with rollout, policy and update on the device.
 
-It also has what is CleanRL's: a value loss and a schedule of the learning rate.
+It also provides CleanRL's value loss and learning rate schedule.
 """
 
 import warnings

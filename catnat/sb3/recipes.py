@@ -77,7 +77,7 @@ _OF_HEAD_PPO = {"value_loss", "capture", "masks"}
 
 
 class Algorithm:
-    """An algorithm of Stable-Baselines3, which is made when its environments are.
+    """An algorithm of Stable-Baselines3, created together with its environments.
 
     Args:
         head: name of the head.
