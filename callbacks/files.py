@@ -39,7 +39,7 @@ def load_checkpoint(path: str | Path, map_location: Any = "cpu", *_: Any, **__: 
     The checksums of the archive are compared first: a flipped bit does not become a weight.
 
     Raises:
-        ValueError: of one line, if the file is damaged, or not a checkpoint.
+        ValueError: the file is damaged, or not a checkpoint; the message is one line.
     """
     content = io.BytesIO(Path(path).read_bytes())  # an OSError of the disk is raised here
     try:

@@ -22,8 +22,8 @@ class FisherMonitorSB3(BaseCallback):
 
     The tags are those of :class:`FisherMonitor`, which explains them and their limits: ``fim/...``,
     or ``fim/<name>/...`` if a policy has several heads. Actions that share a head are averaged. A
-    policy whose actions have one choice each has no scores: nothing is written. What cannot be
-    computed is NaN, with one warning for each head. It records rollouts instead of steps. G is the
+    policy whose actions have one choice each has no scores: nothing is written. A value that cannot
+    be computed is NaN, with one warning per head. It records rollouts instead of steps. G is the
     mean over states of the rollout, under the policy that played it. If actions were masked, G
     belongs to the distribution over the allowed actions with ``mask_mode="prune"``: the scores are
     those that :meth:`CategoricalHead.masked` returns, and G of a tree stays diagonal. With
@@ -33,9 +33,9 @@ class FisherMonitorSB3(BaseCallback):
     G is drawn after the rollouts 0, 10, 100, 1000 and so on, and after the last one.
 
     TensorBoard gets the values of each observed rollout under its step, whatever ``log_interval``
-    is; other outputs of the model's logger get the latest ones in their next row. The monitor draws
-    from random generators of its own, so that a run with the monitor learns the same as a run
-    without. What it draws depends on the seed and the step alone, also in a run that was resumed.
+    is; other outputs of the model's logger get the latest ones in their next row. The monitor uses
+    its own random generators, so it does not affect training. Its draws depend only on the seed and
+    the step, also in a resumed run.
 
     Args:
         every_n_rollouts: observe each n-th rollout.

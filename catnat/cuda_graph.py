@@ -177,7 +177,7 @@ def send(x: Tensor) -> Callable[[], Tensor]:
 
 
 def capturable_options(kind: Callable[..., Optimizer]) -> dict[str, bool]:
-    """The options with which a kind of optimizer can be captured, as far as it has them."""
+    """The options with which a kind of optimizer can be captured, if it supports them."""
     parameters = inspect.signature(kind).parameters
     return {name: True for name in CAPTURABLE if name in parameters}
 

@@ -107,7 +107,7 @@ class NativeAtariVecEnv(VecEnv):
 
     A lost life ends the learner's episode, but not the game. The next action is then FIRE in games
     that know it, because some, such as Breakout, wait for it. The attribute ``forced_actions`` has
-    the actions that the next step plays whatever actions it is given, -1 where the learner is free.
+    the actions that the next step plays instead of the given actions, -1 where the learner chooses.
     Transitions must be stored with these. HeadPPO and HeadA2C do so; other algorithms do not: use
     ``backend="sb3"`` for them.
 

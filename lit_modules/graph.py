@@ -286,7 +286,7 @@ class GraphStructureLearner(StepModule):
 
     @property
     def test_work(self) -> str:
-        """What a test does, for the line that announces how long it takes."""
+        """Work of a test, for the line that announces how long it takes."""
         return f"{self.test_passes} passes over the pairs"
 
     @compiled_in_parts  # batch_idx changes from batch to batch

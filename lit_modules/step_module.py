@@ -137,7 +137,7 @@ class StepModule(LightningModule):
 
     @not_compiled
     def evaluation_noise(self, batch_idx: int) -> AbstractContextManager[None]:
-        """Noise of an evaluated batch: the same each time, and without effect on training."""
+        """Noise of an evaluated batch, equal in every evaluation and separate from training."""
         seed = batch_idx * self.trainer.world_size + self.global_rank
         return forked_random_state(self.device, seed)
 

@@ -294,7 +294,7 @@ class DiscreteVAE(StepModule):
 
     @property
     def test_work(self) -> str:
-        """What a test does, for the line that announces how long it takes."""
+        """Work of a test, for the line that announces how long it takes."""
         return f"{self.nll_samples} samples of each image"
 
     @compiled_in_parts  # batch_idx changes from batch to batch

@@ -180,7 +180,7 @@ def _say(message: object, code: int) -> int:
 
 
 def _silence() -> None:
-    """Turn off messages and warnings that users can do nothing about; others stay."""
+    """Turn off the messages and warnings that users can do nothing about."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(lambda record: not record.getMessage().startswith(_UNHELPFUL))

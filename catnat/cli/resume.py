@@ -55,7 +55,7 @@ def check_checkpoint(path: Path, checkpoint: Options, options: Options, is_fit: 
         path: the file.
         checkpoint: its content.
         options: options of the model, by name.
-        is_fit: whether the run goes on, which needs more than the weights.
+        is_fit: whether the run resumes, which needs more than the weights.
     """
     if "pytorch-lightning_version" not in checkpoint:
         raise ValueError(f"checkpoint {path} belongs to another model")

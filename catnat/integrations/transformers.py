@@ -50,7 +50,7 @@ def replace_head(
             ``tokens``.
         tokens: some thousand tokens of the text, (B, T), for a trained model: see
             :meth:`catnat.TreeLinear.from_linear`.
-        options: of the tree head, such as ``tail``, and ``bias``.
+        options: options of the tree head, such as ``tail``, and ``bias``.
     """
     name, linear = _output(model)
     num_tokens, width = linear.weight.shape

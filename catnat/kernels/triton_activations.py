@@ -120,7 +120,7 @@ def _natural(s, node, settings, inside, TAIL: tl.constexpr):
 
 @triton.jit
 def _by_side(upper, rare, likely, steep, gentle):
-    """What :func:`logs_and_slopes` returns; ``upper`` says that bit 1 is the likelier one."""
+    """Result of :func:`logs_and_slopes`; ``upper`` is true where bit 1 is more likely."""
     left = tl.where(upper, rare, likely)
     right = tl.where(upper, likely, rare)
     return left, right, tl.where(upper, steep, gentle), tl.where(upper, gentle, steep)

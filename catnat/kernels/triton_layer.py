@@ -73,7 +73,7 @@ class FusedTree(NamedTuple):
             order: the place of each class, (F+K,), or None for place k of class k. Places below F
                 are frequent classes, F+k is leaf k.
             frequent: F.
-            plainly: the same of hidden, weight, bias and target in plain torch.
+            plainly: plain torch function of hidden, weight, bias and target with this result.
         """
         with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
             return _LogProb.apply(
@@ -81,7 +81,7 @@ class FusedTree(NamedTuple):
             )
 
     def arguments(self, hidden: Tensor, block: int) -> dict[str, Any]:
-        """What the kernels take that compute scores, from at most so many columns at once."""
+        """Arguments of the kernels that compute scores, for blocks of at most this many columns."""
         return {
             "hidden": hidden,
             "weight": self.weight,

@@ -120,7 +120,7 @@ def expanded(weight: Tensor, bias: Tensor, reach: Tensor, hidden: Tensor) -> Sco
 def refined(
     scores: Scores, weight: Tensor, bias: Tensor, reach: Tensor, hidden: Tensor, fitted: int
 ) -> Scores:
-    """The same scores with those of the first nodes fitted by weighted least squares.
+    """The scores, with those of the first nodes fitted by weighted least squares.
 
     Args:
         scores: where the ridge pulls to.

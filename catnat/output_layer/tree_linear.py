@@ -64,10 +64,9 @@ class TreeLinear(PathArithmetic):
         head: the name of a tree head (sigmoid, natural, one of your own), or such a head over as
             many categories as there are rare classes. ``"natural"`` has a tail of 0.05 here,
             because an impossible class has an infinite loss; ``tail=0`` is the paper's.
-        order: the leaf of each class, a permutation of 0..K-1; None for class k on leaf k. Which
-            classes share a subtree decides how well the layer learns, see
-            :mod:`catnat.output_layer.orders`.
-            A tree of rare classes holds them in this order.
+        order: the leaf of each class, a permutation of 0..K-1; None for class k on leaf k. How
+            well the layer learns depends on which classes share a subtree, see
+            :mod:`catnat.output_layer.orders`. A tree of rare classes holds them in this order.
         bias: whether nodes have a bias.
         frequent: the classes of the softmax: their number F (the first F classes, as vocabularies
             are sorted), or the classes themselves. 0 (the tree alone) to K - 2. The default is

@@ -6,8 +6,8 @@ has the choices of all actions in a row, for ``MultiBinary`` two for each: 0 and
 convention, masks in ``info["action_mask"]``, needs a wrapper, such as sb3-contrib's ActionMasker.
 
 A ``VecEnv`` with a ``Discrete`` action space may have an attribute ``forced_actions``: an array
-(n,) of the actions that the next step plays whatever actions it is given, -1 where the policy is
-free. HeadPPO and HeadA2C store the actions that are played. Forced actions are not the policy's
+(n,) of the actions that the next step plays instead of the given actions, -1 where the policy
+chooses. HeadPPO and HeadA2C store the actions that are played. Forced actions are not the policy's
 choice: the critic learns from them, the policy does not.
 """
 

@@ -188,7 +188,7 @@ class HeadPPO(HeadAlgorithm, PPO):
     def _minimize(self, indices: Tensor) -> Tensor:
         """One step of the optimizer, on the device alone; returns ``STATISTICS``.
 
-        There is no step where the policy has moved farther than ``target_kl``.
+        The step is left out if the policy has moved farther than ``target_kl``.
         """
         statistics = self._loss(indices)
         *_, kl, _, loss = statistics

@@ -215,7 +215,7 @@ class Group:
             member.metrics = self._test(member)
 
     def batches(self) -> Iterator[Any]:
-        """Batches without end, in the order of a single run; of several data sets, (M, B, *)."""
+        """Endless batches in the order of a single run; (M, B, *) with several data sets."""
         loaders = [chain.from_iterable(repeat(x.train_dataloader())) for x in self.data.values()]
         move = self.members[0].model.transfer_batch_to_device
         for loaded in zip(*loaders, strict=True):

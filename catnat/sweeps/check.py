@@ -10,7 +10,7 @@ from catnat.sweeps.plan import Plan
 def check(plan: Plan, rows: Rows, folder: Path) -> None:
     """Raise a ValueError for options of runs without a row that the command line does not take.
 
-    Of runs that differ in numbers and in heads without options alone, one is checked.
+    Runs that differ only in numbers, or in heads without options, are checked once.
 
     Args:
         plan: the plan.

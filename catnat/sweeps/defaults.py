@@ -1,4 +1,4 @@
-"""Which rows count for which runs, where plans and rows leave options to their defaults.
+"""Match rows to runs when plans and rows leave options to their defaults.
 
 ``<results>/<study>/defaults.yaml`` records the defaults that the rows of a study were made with, so
 that a row stops counting where a default has changed since. An option that is new changes no row.

@@ -109,7 +109,7 @@ def device_name() -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """What executes runs.
+    """An engine, which executes runs.
 
     Attributes:
         jobs: number of runs at a time.

@@ -230,7 +230,7 @@ class Plan:
         return self._ranked(cell, tried, rows, "search")[: self.search.top]
 
     def table_settings(self, cell: Options, rows: Rows) -> Options | None:
-        """The settings in the table: of several selected ones, those whose final runs are best."""
+        """The settings in the table: the selected settings with the best final runs."""
         selected = self.selected(cell, rows)
         return next(iter(self._ranked(cell, selected, rows, "final") or selected), None)
 

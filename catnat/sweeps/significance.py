@@ -1,4 +1,4 @@
-"""What `catnat tables` prints bold and `catnat compare` marks: Welch's t-test, Holm's method."""
+"""The marks of `catnat tables` and `catnat compare`: Welch's t-test, Holm's method."""
 
 import math
 import warnings
