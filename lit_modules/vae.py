@@ -343,18 +343,22 @@ class DiscreteVAE(StepModule):
         self._warn_of_unused_codes()
 
     def _warn_of_unused_codes(self) -> None:
-        """Warn, once for a model, if few categories are used or the latents say little."""
+        """Warn, once for a model, if few categories or little of their capacity is used."""
         if self._code_use is None or self._warned_of_codes:
             return
         perplexity, information = self._code_use
         K = self.head.num_categories
         most = self.num_latents * math.log(K)
-        if perplexity < max(_FEW_CATEGORIES, K * _FEW_OF_MANY) or information < most * _LITTLE:
-            self._warned_of_codes = True
-            rank_zero_warn(
-                f"the code is hardly used: perplexity {perplexity:.2g} of {K} categories, "
-                f"{information:.2g} of {most:.3g} nats of information about an image"
+        reasons = []
+        if perplexity < max(_FEW_CATEGORIES, K * _FEW_OF_MANY):
+            reasons.append(f"its perplexity is {perplexity:.2g} of {K} categories")
+        if information < most * _LITTLE:
+            reasons.append(
+                f"it carries {max(information, 0.0):.2g} of {most:.3g} nats about an image"
             )
+        if reasons:
+            self._warned_of_codes = True
+            rank_zero_warn(f"the code is hardly used: {', and '.join(reasons)}")
 
     @not_compiled
     def _check(self, batch: Any, batch_idx: int) -> None:
