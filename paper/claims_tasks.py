@@ -120,6 +120,19 @@ def labels_and_words() -> Claims:
     sums = rare.groupby(["output", "seen"])[["total", "tokens"]].sum().unstack()
     losses = sums["total"] / sums["tokens"]
     yield from rows((losses - losses.loc["softmax"]).loc[["adaptive-1", "tree", "hybrid-1024"]])
+    runs = measures.read("language_model/row_adam_runs.csv")
+    cell = ["text", "steps", "rate", "output"]
+    metrics = ["val", "test", "test_frequent", "test_rare"]
+    finals = {key: group for key, group in runs.groupby(cell) if len(group) > 1}
+    logs = {}
+    for (text, steps, rate, output), group in finals.items():
+        yield row(text, f"{steps} steps, rate {rate}", output), len(group), group[metrics].mean()
+        logs[steps, output] = 100 * np.log(group["test"])
+    pairs = [
+        (steps, logs[steps, "hybrid-1024-rowadam"], logs[steps, "hybrid-1024"])
+        for steps in (400, 1500)
+    ]
+    yield "rowadam.test", [[*welch(by_rows, adam)[:3], steps] for steps, by_rows, adam in pairs]
 
 
 def output_layers() -> Claims:
