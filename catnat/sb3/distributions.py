@@ -44,8 +44,9 @@ def default_mask_mode(head: nn.Module) -> MaskMode:
     """The mask mode of a head.
 
     A step that prunes a tree moves only the scores of nodes with allowed categories on both sides.
-    Renormalizing moves the scores of all nodes, and learns faster where masks change. Flat heads
-    lose nothing by pruning, which keeps their Fisher matrix that of the allowed categories.
+    Renormalizing moves the scores of all nodes, and learned faster in short tests with changing
+    masks. Pruning a flat head masks its scores, and its Fisher matrix is that of the allowed
+    categories.
     """
     return "renormalize" if isinstance(getattr(head, "inner", head), CatnatHead) else "prune"
 
