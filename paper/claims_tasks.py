@@ -156,6 +156,24 @@ def output_layers() -> Claims:
     columns = ["sample ms, batch 1", "MB a sample, batch 1", "sample ms, batch 64"]
     draws = layers.loc[["linear + cross_entropy", "tree sigmoid", *HYBRIDS[:2]], columns]
     yield from rows(draws.rename(index=LAYERS))
+    steps = select("speed/output_layer_steps_h200.csv").set_index("layer")
+    bfloat16, adaptive, tree = list(LAYERS.values())[1:4]
+    for layer, name, optimizer in (
+        ("linear + cross_entropy in bfloat16", bfloat16, "Adam"),
+        ("adaptive softmax", adaptive, "Adam"),
+        ("tree sigmoid", tree, "Adam"),
+        ("tree sigmoid, RowAdam", tree, "RowAdam"),
+        (HYBRIDS[1], LAYERS[HYBRIDS[1]], "Adam"),
+        (f"{HYBRIDS[1]}, RowAdam", LAYERS[HYBRIDS[1]], "RowAdam"),
+    ):
+        yield row(optimizer, name), steps.loc[layer, [time, "with step ms"]]
+    columns = ["topk(10) ms, batch 1", "topk(10) ms, batch 64"]
+    for layer, name in (
+        ("linear + cross_entropy", "softmax, float32 scores, all classes"),
+        ("tree sigmoid", "tree alone, search"),
+        (HYBRIDS[1], f"{LAYERS[HYBRIDS[1]]}, search"),
+    ):
+        yield row(name), steps.loc[layer, columns]
     for text in ("docs", "words"):
         yield row(f'on "{text}"'), studies.step_times(text)
     yield "layer.step", studies.step_times("docs")

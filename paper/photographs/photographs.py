@@ -1,6 +1,6 @@
 """Photographs in color as data of a VAE with 8 x 8 latents and one codebook.
 
-    catnat sweep paper/plans/photographs.yaml --engine batched -- --root=data
+    catnat sweep paper/plans/photographs.yaml --jobs 9 -- --root=data
 
 `make_photographs.py` writes the data. A latent is one position of an 8 x 8 grid. All positions
 share the linear layer that scores the categories and the embedding of the categories, so that the

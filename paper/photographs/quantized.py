@@ -1,7 +1,7 @@
 """The networks of photographs.py with a quantizer in place of a categorical distribution.
 
     pip install vector-quantize-pytorch
-    catnat sweep paper/plans/photographs_quantized.yaml --jobs 6 -- --root=data
+    catnat sweep paper/plans/photographs_quantized.yaml --jobs 3 -- --root=data
 
 "vq" is VectorQuantize with the settings of its page: an exponential moving average with decay 0.8,
 commitment weight 1, the codebook from ten steps of k-means, and codes replaced that are hardly
