@@ -1,4 +1,4 @@
-"""The studies of photographs and of certainty, and the plans that use earlier rows."""
+"""The studies of photographs, codebooks and certainty, and the plans that use earlier rows."""
 
 import importlib
 import sys
@@ -163,6 +163,35 @@ def test_a_quantized_autoencoder_reports_what_the_vae_does(study, monkeypatch):
         assert metrics["test/kl"] == pytest.approx(64 * np.log(size if size == 512 else 8000))
         assert metrics["test/bits_fitted"] < metrics["test/bits"]
         assert 1 <= metrics["test/pooled_perplexity"] <= 192 and metrics["test/psnr"] > 0
+
+
+# -- codebook --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_positions_share_a_layer_or_have_one_each(study, is_shared):
+    layer = study("codebook", "codebook").PositionLinear(5, 3, is_shared)
+    x = torch.randn(2, 49, 5)
+    for position, y in enumerate(layer(x).unbind(1)):
+        place = 0 if is_shared else position
+        wanted = x[:, position] @ layer.weight[place] + layer.bias[place]
+        assert torch.allclose(y, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_codebook_vae_reports_the_use_of_all_positions_together(study, shared):
+    model = study("codebook", "codebook").CodebookVAE(
+        shared=shared, head="sigmoid", num_latents=49, num_categories=4, nll_samples=2
+    )
+    images = torch.rand(4, 1, 28, 28)
+    model.step_loss(images).backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    (metrics,) = quiet_trainer().test(model, DataLoader(images, 3), verbose=False)
+    use = model(images).probs.mean((0, 1))
+    perplexity = torch.special.entr(use).sum().exp()
+    assert metrics["test/pooled_perplexity"] == pytest.approx(float(perplexity), rel=1e-4)
+    with pytest.raises(ValueError, match="num_latents must be 49"):
+        model.__class__(num_latents=10)
 
 
 # -- certainty -------------------------------------------------------------------------------------
