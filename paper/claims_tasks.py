@@ -173,7 +173,10 @@ def output_layers() -> Claims:
         ("tree sigmoid", "tree alone, search"),
         (HYBRIDS[1], f"{LAYERS[HYBRIDS[1]]}, search"),
     ):
-        yield row(name), steps.loc[layer, columns]
+        yield row(f"H200: {name}"), steps.loc[layer, columns]
+    million = select("speed/output_layer_million_cpu.csv").set_index("layer")[columns]
+    yield row("CPU: softmax, all classes"), million.loc["linear + cross_entropy"]
+    yield row("CPU: tree alone, search"), million.loc["tree sigmoid"]
     for text in ("docs", "words"):
         yield row(f'on "{text}"'), studies.step_times(text)
     yield "layer.step", studies.step_times("docs")
