@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from measures import Claims, Runs, factor, log_factors, row, select, welch
+from measures import Claims, Runs, curves, factor, log_factors, row, select, welch
 
 ESTIMATORS = {"gumbel": 1.0, "gumbel-rao": 0.5, "reinmax": ""}  # and the first temperature
 HEADS = ("softmax", "sigmoid")
@@ -35,6 +35,8 @@ def photographs() -> Claims:
     model = "residual, (64, 512), one codebook, own rates"
     data = "color photographs, 64 x 64"
     yield row(data, model, "straight-through Gumbel", "5,000"), factor(of_steps), len(of_steps)
+    of_sigmoid = curves(runs("curves", estimator="gumbel", head="sigmoid")).mean()
+    yield "photographs.turn", of_sigmoid.idxmin() + 1
     yield "photographs.bits", welch(sigmoid["test/bits"], softmax["test/bits"])[:3]
     for quantizer, finals in quantized.items():
         for metric in ("bits", "psnr"):
