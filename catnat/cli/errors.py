@@ -1,11 +1,16 @@
 """User errors: one line, an exit code, no traceback."""
 
+import pkgutil
+import re
 import traceback
 from argparse import ArgumentError
 from collections.abc import Iterator
 from pathlib import Path
 
+from catnat.checks import did_you_mean
+
 _LONGEST = 500  # characters
+_UNKNOWN_CLASS = re.compile(r'Parser key "(.+?)".*Expected a dot import path string: (\S+)', re.S)
 
 
 class UsageError(ValueError):
@@ -33,10 +38,25 @@ def one_line(error: BaseException) -> str:
     message = str(_innermost(error))
     # Where a value may have several types, jsonargparse lists why it is none of them.
     reasons = message.partition("Errors:")[2].partition("Given value")[0]
-    if reasons:
-        message = f"{message.splitlines()[0]} {reasons}"
+    if unknown := _UNKNOWN_CLASS.search(message):
+        option, name = unknown.groups()
+        close = did_you_mean(name, _class_names(message))
+        message = f"--{option}: unknown class {name!r}{close or ';'} give a class, such as my_module.MyClass"
+    elif reasons:
+        value = message.partition("Given value: ")[2]
+        message = f"{message.splitlines()[0]} {reasons.strip()}. Got value: {value}"
     text = " ".join(message.split())
     return text if len(text) < _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+def _class_names(message: str) -> set[str]:
+    """Names of the classes that an option accepts, by the types in the message of jsonargparse."""
+    types = message.partition("Subtypes: ")[2].partition("Errors:")[0]
+    paths = re.findall(r"((?:torch|lightning)[\w.]*)\.(\w+)", types)
+    bases: list[type] = [pkgutil.resolve_name(":".join(path)) for path in paths]
+    for base in bases:  # the loop also visits the classes that it appends
+        bases += base.__subclasses__()
+    return {base.__name__ for base in bases}
 
 
 def _innermost(error: BaseException) -> BaseException:
