@@ -71,6 +71,12 @@ class StepModule(LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
+        for name, function in {"optimizer": optimizer, "lr_scheduler": lr_scheduler}.items():
+            if not (function is None or callable(function)):
+                raise ValueError(
+                    f"{name} must be a class or a function, such as torch.optim.SGD, "
+                    f"got {function!r}"
+                )
         self.capture = capture
         self.gradient_clip = gradient_clip
         self.learning_rate = learning_rate

@@ -18,7 +18,12 @@ from catnat.distributions import HeadCategorical
 from catnat.estimator_table import TABLE, find_estimator
 from catnat.estimators import score_function_surrogate
 from catnat.heads.registry import make_head
-from catnat.lit_modules.faults import checked_scores, require_default_shape
+from catnat.lit_modules.faults import (
+    checked_scores,
+    require_default_shape,
+    require_images,
+    require_num_scores,
+)
 from catnat.lit_modules.networks import conv_decoder, conv_encoder
 from catnat.lit_modules.step_module import StepModule
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
@@ -187,12 +192,14 @@ class DiscreteVAE(StepModule):
 
     def images(self, batch: Any) -> Tensor:
         """The images of a batch, itself or the first of a sequence, in the dtype of the weights."""
+        require_images(batch)
         x = batch if isinstance(batch, Tensor) else batch[0]
         return x.to(self.dtype)
 
     def scores(self, batch: Any) -> Tensor:
         """Scores of the head for every latent, (B, N, S)."""
         scores = self.encoder(self.images(batch))
+        require_num_scores(scores, self.num_latents, self.head.num_scores)
         return scores.reshape(len(scores), self.num_latents, self.head.num_scores)
 
     def forward(self, batch: Any) -> HeadCategorical:

@@ -41,7 +41,8 @@ def one_line(error: BaseException) -> str:
     if unknown := _UNKNOWN_CLASS.search(message):
         option, name = unknown.groups()
         close = did_you_mean(name, _class_names(message))
-        message = f"--{option}: unknown class {name!r}{close or ';'} give a class, such as my_module.MyClass"
+        hint = f"{close or ';'} give a class, such as my_module.MyClass"
+        message = f"--{option}: unknown class {name!r}{hint}"
     elif reasons:
         value = message.partition("Given value: ")[2]
         message = f"{message.splitlines()[0]} {reasons.strip()}. Got value: {value}"

@@ -399,7 +399,8 @@ def require_tensor(x: object, name: str, size: int) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
     if not x.dim() or x.shape[-1] != size:
-        raise ValueError(f"expected {size} {name} in the last dimension, got {tuple(x.shape)}")
+        entries = "entries of the mask" if name == "mask" else name
+        raise ValueError(f"expected {size} {entries} in the last dimension, got {tuple(x.shape)}")
     is_right = x.dtype == torch.bool if name == "mask" else x.is_floating_point()
     if not is_right:
         kind = "bool, True = allowed" if name == "mask" else "floating point"
