@@ -96,9 +96,9 @@ class GraphStructureLearner(StepModule):
             stepped after every step; None for constant learning rates.
         psi_warmup_steps: number of first steps that train only psi.
         predictor: a network of torch-geometric, or any module with the arguments of its
-            convolutions, (x, edge_index[, edge_weight]). A module whose second argument is named ``graphs``
-            gets x (B, N, D) and graphs (M, N, N), and returns (M, B, N, out_features). None:
-            :class:`~catnat.graphs.GCN`.
+            convolutions, (x, edge_index[, edge_weight]). A module whose second argument is named
+            ``graphs`` gets x (B, N, D) and graphs (M, N, N), and returns (M, B, N, out_features).
+            None: :class:`~catnat.graphs.GCN`.
         head_options: options of the head, such as ``amplitude`` for natural.
         capture: whether to replay training steps as CUDA graphs if possible.
         test_passes: number of passes over the test pairs, each with new graphs. A single pass gives

@@ -55,8 +55,8 @@ class TreeLinear(PathArithmetic):
 
     With F ``frequent`` classes, the layer is a softmax over these classes and one additional event,
     "rare", and a tree over the other classes: p(k) = softmax(k) for a frequent class, and
-    p(k) = softmax(rare) tree(k) for a rare one. The softmax adds F + 1 rows. This improves the quality for
-    words and other classes with very different frequencies.
+    p(k) = softmax(rare) tree(k) for a rare one. The softmax adds F + 1 rows. This
+    improves the quality for words and other classes with very different frequencies.
 
     Args:
         in_features: width of the hidden states (D).
