@@ -1,6 +1,6 @@
-"""Callbacks of Lightning: they observe a run and do not affect training.
+"""Lightning callbacks that observe a run and do not affect training.
 
-:class:`FisherMonitorSB3` is one of Stable-Baselines3, and is imported when it is first used.
+:class:`FisherMonitorSB3` is a callback for Stable-Baselines3. It is imported on first use.
 """
 
 if __name__ != "catnat.callbacks":  # imported by the bare name of the folder

@@ -19,12 +19,12 @@ _DEFAULT_METRIC = "val/loss"  # of best.ckpt
 class LastCheckpoint(Checkpoint):
     """Keeps ``last.ckpt``, from which a run resumes.
 
-    It is saved every n steps, after the last step, and on a signal. On a signal, all ranks finish
-    the current step with all the batches that it accumulates, save, and raise :class:`Stopped`. A
-    second SIGINT does not wait. A step that is followed by a validation is saved after the
-    validation, with its result: a resumed run neither repeats the validation nor leaves it out.
-    While it is among the callbacks, every checkpoint has the random states of all ranks: a resumed
-    run draws the random numbers of an uninterrupted run.
+    The callback saves it every n steps, after the last step, and on a signal. On a signal, all
+    ranks finish the current step with all accumulated batches, save, and raise :class:`Stopped`. A
+    second SIGINT does not wait. If a validation follows a step, the checkpoint of this step is
+    saved after the validation and contains its result, so a resumed run neither repeats nor skips
+    the validation. With this callback, every checkpoint contains the random states of all ranks, so
+    a resumed run draws the random numbers of an uninterrupted run.
 
     Args:
         dirpath: folder of the checkpoint, as given on rank 0.
@@ -126,16 +126,16 @@ class LastCheckpoint(Checkpoint):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keeps ``best.ckpt``, the checkpoint with the best value of a metric of validation.
+    """Keeps ``best.ckpt``, the checkpoint with the best value of a validation metric.
 
-    A model that does not log val/loss, the default metric, gets no ``best.ckpt``. A resumed run
-    compares with the value of the file in its folder, even if the folder was moved. A new run that
-    starts from another run's checkpoint has no such file, and compares with nothing at first.
+    If a model does not log the default metric, val/loss, there is no ``best.ckpt``. A resumed run
+    compares its values with that of the file in its folder, even if the folder was moved. A new run
+    that starts from the checkpoint of another run has no such file, so its first value is the best.
 
     Args:
-        monitor: the metric.
-        mode: "min" or "max".
-        dirpath: the folder; by default that of the logger.
+        monitor: name of the metric.
+        mode: "min" if lower values are better, or "max".
+        dirpath: folder of the checkpoint (default: the logger's folder).
     """
 
     def __init__(

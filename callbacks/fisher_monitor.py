@@ -22,61 +22,65 @@ _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the
 class FisherMonitor(Callback):
     """Writes diagnostics of the score-space Fisher matrix of every head in a model.
 
-    G is the mean of the Fisher matrices over the batch (all ranks together, and all batches whose
-    gradients are accumulated) and over the latents of a step. The tags:
+    G is the mean of the Fisher matrices over the latents and over the batch of a step. The batch
+    includes all ranks and all batches whose gradients are accumulated. The monitor writes these
+    tags:
 
     - ``fim/off_diagonal_mass``: sqrt(sum_{i!=j} G_ij^2 / sum_ij G_ij^2), the share of G's Frobenius
-      norm off the diagonal, measured: from ``num_samples`` categories drawn at each row of every
-      step, without a closed form. Half of the draws give an estimate A of G, and the other half an
-      independent estimate B. The sums of A_ij B_ij take the place of those of G_ij^2, so noise
-      gives no floor. Both sums are added up over the steps, where a step counts half as much 34
-      observed steps later, and then divided; the mass is 0 where their ratio is negative. For
-      sparsemax it is too small: rare categories make up most of its G, and are hardly ever drawn;
-    - ``fim/exact_off_diagonal_mass``: the same of the exact G of this step, with all categories: by
-      the head's closed form, or by differentiation where a subclass changed what that was derived
-      for;
-    - ``fim/saturated``: share of the scores in a flat region, where they get no gradient. Scores
-      that a mask decides do not count;
-    - ``fim/picture``: the exact G as a picture, red positive, blue negative, with the levels of the
-      tree of a catnat head. It is drawn at steps 0, 10, 100, 1000 and so on, and after the last
-      step, with one color scale for all matrices whose entries are at most 1/4.
+      norm off the diagonal. It is estimated from ``num_samples`` categories drawn for each row at
+      every step, without a closed form. Half of the draws give an estimate A of G, and the other
+      half give an independent estimate B. Products A_ij B_ij replace G_ij^2 in both sums, so there
+      is no noise floor. Both are running sums, in which the weight of a step halves every 34
+      observed steps. The mass is 0 if their ratio is negative. For sparsemax it is too small,
+      because rare categories contribute most of its G but are hardly ever drawn.
+    - ``fim/exact_off_diagonal_mass``: this share for the exact G of the step. It uses the closed
+      form of the head, or differentiation if a subclass overrides the methods that the closed form
+      assumes.
+    - ``fim/saturated``: share of the scores in a flat region, where they get no gradient. It does
+      not count scores that a mask fixes.
+    - ``fim/picture``: the exact G as a picture, with positive entries in red, negative entries in
+      blue, and lines for the levels of a tree. The monitor draws it at steps 0, 10, 100, 1000 and
+      so on, and after the last step. All pictures share one color scale, unless an entry is larger
+      than 1/4.
 
-    With ``details`` also:
+    With ``details=True``, it also writes:
 
-    - ``fim_spectrum/condition_number``: largest over smallest eigenvalue of G on its support;
+    - ``fim_spectrum/condition_number``: largest over smallest eigenvalue of G on its support.
     - ``fim_sampled/off_diagonal_share``: the ratio whose root is ``fim/off_diagonal_mass``. It can
-      be negative, and converges to the square of the exact mass;
+      be negative, and converges to the square of the exact mass.
     - ``fim/off_diagonal_mass_l1``: sum_{i!=j} |G_ij| / sum_ij |G_ij| of the exact G. It is 1/2 for
-      softmax, whatever the scores, because the rows of its G sum to zero: it says nothing about the
-      model;
+      softmax with any scores, because the rows of its G sum to zero, so it does not describe what
+      the model learned.
     - ``fim_sampled/off_diagonal_mass_l1``: the l1 share of the mean of A and B of this step. The
-      noise of the draws gives even a diagonal G a floor, which falls with the number of draws (rows
-      times samples): about 0.2 at 2 draws a row, 0.034 at 64, 0.004 at 4096, for natural with K = 8
-      and a hundred rows of zero scores. Use it to compare with other implementations that draw.
+      noise of the draws adds off-diagonal mass even to a diagonal G. This noise floor decreases
+      with the number of draws (rows times samples): for natural with K = 8 and a hundred rows of
+      zero scores, it is about 0.2 with 2 draws per row, 0.034 with 64, and 0.004 with 4096. Use
+      this tag to compare with other implementations that draw.
 
-    A 1 x 1 matrix has a mass of 0, and no further values. A model with several heads gets the
-    head's name in the tag, ``fim/<name>/...``.
-    Scores are those of the latest call of a head in a batch; a head that was not called is left
-    out. A head with parameters of its own is evaluated as it is after the step's update. The
-    monitor uses its own random generator, so it does not affect training. Scores are kept on the
-    device; after ``write_every_n_steps`` observed steps the diagnostics of all these steps are
-    computed and written, each under its own step. An exception that ends the run writes the steps
-    before it, too, if there is one rank.
+    A 1 x 1 matrix has a mass of 0 and no other values. In a model with several heads, the tag
+    contains the name of the head, ``fim/<name>/...``.
 
-    The latest values are metrics of the Trainer, too: ``EarlyStopping("fim/saturated")`` works.
+    The monitor uses the scores of the latest call of a head in a batch, and omits heads that were
+    not called. It evaluates a head that has parameters after the update of the step. It uses its
+    own random generator, so it does not affect training. It keeps scores on the device. After
+    ``write_every_n_steps`` observed steps, it computes the diagnostics of all these steps and
+    writes each under its own step. If an exception ends a run on one rank, the monitor writes the
+    steps before it.
 
-    A number that cannot be computed is NaN: observing never ends a run. If an error is the cause,
-    the monitor warns once per head. A head with more than 8192 scores gets no draws, and no tags at
-    all if its G is not diagonal: the matrices would be too large.
+    The latest values are also metrics of the Trainer: ``EarlyStopping("fim/saturated")`` works.
+
+    A value that cannot be computed is NaN, so the monitor never ends a run. If an error is the
+    cause, the monitor warns once per head. For a head with more than 8192 scores it draws no
+    categories, and if G is not diagonal it writes no tags, because the matrices would be too large.
 
     Args:
-        every_n_steps: observe each n-th optimizer step.
-        num_samples: number of draws per row (M), at least 2; 0 leaves the measured mass out.
-        image_every_n_steps: draw G at each n-th step, too; 0 for no pictures at all. Without a
-            logger that takes images there are none either.
-        write_every_n_steps: number of observed steps that are written at once; fewer where G is
-            very large.
-        details: whether condition numbers, l1 masses and the measured share are written, too.
+        every_n_steps: number of optimizer steps between observed steps.
+        num_samples: number of draws per row (M), at least 2; 0 omits the estimated mass.
+        image_every_n_steps: number of steps between additional pictures of G; 0 for no pictures.
+            Pictures need a logger that supports images.
+        write_every_n_steps: number of observed steps that are written at once. It is smaller if G
+            is very large.
+        details: whether to write condition numbers, l1 masses and the estimated share.
     """
 
     sees_blocks = True  # of replayed steps: look and note are called for each of them
@@ -173,9 +177,9 @@ class FisherMonitor(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: State
     ) -> None:
-        """Write everything: a run that resumes from this checkpoint has then lost no step.
+        """Write all complete steps, so that a run that resumes from this checkpoint loses none.
 
-        But not a part of a step, whose gradients are not in the checkpoint either.
+        A part of a step is not written, because its gradients are not in the checkpoint.
         """
         if not self._accumulates:
             self._write_everything(trainer)

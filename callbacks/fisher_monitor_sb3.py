@@ -22,28 +22,29 @@ class FisherMonitorSB3(BaseCallback):
 
     The tags are those of :class:`FisherMonitor`, which explains them and their limits: ``fim/...``,
     or ``fim/<name>/...`` if a policy has several heads. Actions that share a head are averaged. A
-    policy whose actions have one choice each has no scores: nothing is written. A value that cannot
-    be computed is NaN, with one warning per head. It records rollouts instead of steps. G is the
-    mean over states of the rollout, under the policy that played it. If actions were masked, G
-    belongs to the distribution over the allowed actions with ``mask_mode="prune"``: the scores are
-    those that :meth:`CategoricalHead.masked` returns, and G of a tree stays diagonal. With
-    "renormalize", the default of trees, G belongs to the distribution without the mask. The monitor
-    also writes ``train/entropy``, the mean entropy of the policy in these states.
+    policy whose actions have one choice each has no scores, so the monitor writes nothing for it. A
+    value that cannot be computed is NaN, with one warning per head. The monitor records rollouts
+    instead of steps. G is the mean over states of the rollout, under the policy that played it. If
+    actions are masked with ``mask_mode="prune"``, G belongs to the distribution over the allowed
+    actions: the scores are those that :meth:`CategoricalHead.masked` returns, and G of a tree stays
+    diagonal. With "renormalize", the default of trees, G belongs to the distribution without the
+    mask. The monitor also writes ``train/entropy``, the mean entropy of the policy in these states.
 
-    G is drawn after the rollouts 0, 10, 100, 1000 and so on, and after the last one.
+    It draws pictures of G after rollouts 0, 10, 100, 1000 and so on, and after the last rollout.
 
-    TensorBoard gets the values of each observed rollout under its step, whatever ``log_interval``
-    is; other outputs of the model's logger get the latest ones in their next row. The monitor uses
-    its own random generators, so it does not affect training. Its draws depend only on the seed and
-    the step, also in a resumed run.
+    In TensorBoard, the values of each observed rollout have the step of this rollout, for any
+    ``log_interval``. Other outputs of the model's logger show the latest values in their next row.
+    The monitor uses its own random generators, so it does not affect training. Its draws depend
+    only on the seed and the step, also in a resumed run.
 
     Args:
-        every_n_rollouts: observe each n-th rollout.
-        num_samples: number of draws per state (M), at least 2; 0 leaves the measured mass out.
-        max_states: if a rollout has more states, take this many at random.
-        image_every_n_rollouts: draw G after each n-th rollout, too; 0 for no pictures at all.
+        every_n_rollouts: number of rollouts between observed rollouts.
+        num_samples: number of draws per state (M), at least 2; 0 omits the estimated mass.
+        max_states: largest number of states of a rollout to use; they are chosen at random.
+        image_every_n_rollouts: number of rollouts between additional pictures of G; 0 for no
+            pictures.
         seed: seed of the draws.
-        details: whether condition numbers, l1 masses and the measured share are written, too.
+        details: whether to write condition numbers, l1 masses and the estimated share.
     """
 
     def __init__(

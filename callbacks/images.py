@@ -126,16 +126,16 @@ def side_by_side(images: Tensor) -> Tensor:
 class Figures(Callback):
     """Writes images of a model at each validation: each image that the model supports.
 
-    - ``images/reconstructions``: the first inputs above, what ``reconstruct`` gives for them below;
-    - ``images/prior``: what ``sample_prior`` gives, decoded draws from the prior;
-    - ``latents/usage``: the mean probability of each category (columns) of each latent (rows) in
-      the validation set, the attribute ``usage``, (N, K): black = never, white = always;
-    - ``graph/theta``: the edge probabilities ``theta``, (N, N), black = 0, white = 1; the true ones
-      to the right if the data module has them as ``edge_probs``. The row is the node where an edge
-      begins, the column the node where it ends.
+    - ``images/reconstructions``: the first inputs above, and the outputs of ``reconstruct`` below.
+    - ``images/prior``: the outputs of ``sample_prior``, which decodes samples from the prior.
+    - ``latents/usage``: the attribute ``usage``, (N, K): the mean probability of each category
+      (columns) of each latent (rows) in the validation set. Black is never, white is always.
+    - ``graph/theta``: the edge probabilities ``theta``, (N, N). Black is 0, white is 1. The true
+      probabilities are on the right if the data module has an attribute ``edge_probs``. The row is
+      the node where an edge begins, and the column is the node where it ends.
 
-    Images are (C, H, W), with three channels in color. An image that cannot be drawn costs a
-    warning.
+    Images have shape (C, H, W), with three channels if they are in color. If an image cannot be
+    drawn, the callback warns and continues.
     """
 
     num_images = 10  # reconstructions and prior samples

@@ -1,4 +1,4 @@
-"""A progress bar of the whole run, and how long a test takes."""
+"""A progress bar for the whole run, and the duration of a test."""
 
 import time
 from datetime import timedelta
@@ -14,7 +14,7 @@ _LONG = 10.0  # seconds; a shorter test is not announced
 class RunProgressBar(TQDMProgressBar):
     """Lightning's progress bar, with all optimizer steps of a run in one bar.
 
-    Lightning's own bars show one epoch, and so does their remaining time.
+    Lightning's own bars and their remaining times cover one epoch.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class RunProgressBar(TQDMProgressBar):
 
 
 class TestTime(Callback):
-    """Prints how long a test takes, after its first batch, if that is long.
+    """Prints the expected duration of a long test after its first batch.
 
     A model may describe the work of a batch with an attribute ``test_work``, a text such as
     "64 samples of each image".

@@ -33,15 +33,15 @@ _PATIENCE = 4  # seconds between two looks, after a signal, at whether environme
 class RunSB3(EvalCallback):
     """Evaluates, saves and stops, always between two rollouts.
 
-    Beside the folder of checkpoints lie Stable-Baselines3's ``monitor.csv``, with a row for each
-    finished game of training, and ``evaluations.npz``. ``best.ckpt`` has the highest evaluated
-    return, ``last.ckpt`` is what a run resumes from. Beside
-    each lies what Stable-Baselines3 reads: ``best.zip`` for ``PPO.load``, ``HeadPPO.load`` and
-    those of other algorithms, and ``best_vecnormalize.pkl`` for ``VecNormalize.load`` where
-    observations are normalized. These hold pickled code, and nothing here reads them.
+    The folder of the run also contains the files of Stable-Baselines3: ``monitor.csv``, with a row
+    for each finished game of training, and ``evaluations.npz``. ``best.ckpt`` has the highest
+    evaluated return, and a run resumes from ``last.ckpt``. Next to each checkpoint is a file for
+    Stable-Baselines3, such as ``best.zip`` for ``PPO.load`` and ``HeadPPO.load``, and
+    ``best_vecnormalize.pkl`` for ``VecNormalize.load`` if observations are normalized. These files
+    contain pickled code; catnat never reads them.
 
-    On SIGINT, SIGTERM or SIGHUP ``last.ckpt`` is written after the present rollout, and
-    :class:`Stopped` raised. If an environment does not respond, the run ends within 8 seconds and
+    On SIGINT, SIGTERM or SIGHUP, the callback writes ``last.ckpt`` after the current rollout and
+    raises :class:`Stopped`. If an environment does not respond, the run ends within 8 seconds and
     loses the current rollout. A second SIGINT does not wait.
 
     Args:

@@ -332,6 +332,8 @@ class HeadCategorical(Categorical):
             generator: random number generator (default: torch's).
             num_draws: number of relaxed samples per sample, for ``"gumbel-rao"`` (default: 8).
         """
+        if not estimator:
+            raise ValueError(f"rsample needs an estimator; choose from {', '.join(ESTIMATORS)}")
         chosen = find_estimator(estimator, _WITH_SAMPLES)
         options = chosen.options(temperature=temperature, num_draws=num_draws)
         assert chosen.draw is not None

@@ -197,6 +197,12 @@ def find_estimator(name: str, among: tuple[Estimator, ...] = TABLE) -> Estimator
         each: estimator for estimator in among for each in (estimator.name, *estimator.aliases)
     }
     spelled = name.replace("_", "-") if isinstance(name, str) else name
+    for each in TABLE:
+        if each.name == spelled and each not in among:
+            raise ValueError(
+                f"the estimator {each.name!r} needs losses instead of a gradient through samples: "
+                f"call catnat.estimators.{each.function.__name__}"
+            )
     if spelled not in by_name:
         require_choice([estimator.name for estimator in among], estimator=name)
     return by_name[spelled]

@@ -1,6 +1,6 @@
 """Lightning data modules and environments.
 
-The packages of the environments are imported when they are first used.
+The packages of the environments are imported on first use.
 """
 
 if __name__ != "catnat.datamodules":  # imported by the bare name of the folder

@@ -40,17 +40,19 @@ def say(line: str) -> None:
 def make_atari_vec_env(game: str, num_envs: int, backend: Backend = "sb3", seed: int = 0) -> VecEnv:
     """A vector environment of Atari games: gray frames of 84 x 84, every fourth, four stacked.
 
-    Actions are never sticky, also under a name such as "ALE/Pong-v5", which means sticky actions
-    in Gymnasium. With both backends a lost life ends the learner's episode while the game
-    continues, rewards are clipped to their sign, and ``info["episode"]`` has the score when a game
-    is over.
+    Actions are never sticky, not even for a name such as "ALE/Pong-v5", which has sticky actions in
+    Gymnasium. With both backends, a lost life ends the learner's episode while the game continues,
+    rewards are clipped to their sign, and ``info["episode"]`` contains the score when a game is
+    over.
 
     Args:
-        game: "Breakout", "breakout", "ALE/Breakout-v5", "BreakoutNoFrameskip-v4": all the same.
+        game: name of the game. "Breakout", "breakout", "ALE/Breakout-v5" and
+            "BreakoutNoFrameskip-v4" are equivalent.
         num_envs: number of games.
         backend: "sb3", the wrappers of Stable-Baselines3 in one Python process; observations are
-            (84, 84, 4). Or "native", ale_py's C++ threads, (4, 84, 84): faster, and not quite the
-            same games. The differences are printed once, see :class:`NativeAtariVecEnv`.
+            (84, 84, 4). "native" uses ale_py's C++ threads with observations (4, 84, 84). It is
+            faster, but the games differ slightly. It prints the differences once, see
+            :class:`NativeAtariVecEnv`.
         seed: seed of the first game; game i has seed + i.
     """
     require_choice(get_args(Backend), backend=backend)

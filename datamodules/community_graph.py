@@ -59,7 +59,7 @@ class CommunityGraphDataModule(InMemoryDataModule):
 
     Args:
         theta: probability of each possible edge (θ*), in (0, 1].
-        communities: number of communities; N is six times that.
+        communities: number of communities of six nodes each, so N is six times this number.
         in_features: number of features of each node.
         out_features: number of outputs of each node.
         num_pairs: number of pairs for training, validation and testing together, at least 10.

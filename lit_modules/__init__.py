@@ -1,4 +1,4 @@
-"""The experiments' models, as Lightning modules."""
+"""The built-in models as Lightning modules."""
 
 if __name__ != "catnat.lit_modules":  # imported by the bare name of the folder
     from catnat.bare_names import use_catnat

@@ -1,6 +1,7 @@
 """Errors about batches and scores, each in one line that names the cause."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,25 @@ def require_default_shape(x: Tensor) -> None:
         raise ValueError(
             f"the default networks take images (B, 1, 28, 28), got {tuple(x.shape)}: for other "
             "sizes or color, override make_networks() in a subclass"
+        )
+
+
+def require_images(batch: Any) -> None:
+    """Raise a ValueError for a batch that is a dictionary, which has no first element."""
+    if isinstance(batch, Mapping):
+        raise ValueError(
+            "a batch must be a tensor of images, or a sequence whose first element is one, got "
+            f"{type(batch).__name__} with {', '.join(map(str, batch))}: override images() in a "
+            "subclass"
+        )
+
+
+def require_num_scores(scores: Tensor, num_latents: int, num_scores: int) -> None:
+    """Raise a ValueError unless an encoder returns (B, N * S) scores, in any shape."""
+    if scores.numel() != len(scores) * num_latents * num_scores:
+        raise ValueError(
+            f"the encoder must return {num_latents * num_scores} scores for each image "
+            f"({num_latents} latents with {num_scores} scores), got shape {tuple(scores.shape)}"
         )
 
 

@@ -47,10 +47,10 @@ _FLIP_SAMPLES = 8  # more samples reduce the noise of gradients, but steps take 
 
 
 class GraphStructureLearner(StepModule):
-    r"""Learns θ_ji, the probability of an edge from node j to node i, and psi of the predictor.
+    r"""Learns edge probabilities θ_ji (from node j to node i) and the weights psi of a predictor.
 
     Each of the N^2 possible edges is a categorical variable with K = 2 (0: absent, 1: present) and
-    has its own scores. All pairs (x, y) of a batch share M graphs A_m. The loss compares the
+    its own scores. All pairs (x, y) of a batch share M graphs A_m. The loss compares the
     predictions f_m = f(x, A_m) with y by the energy score,
 
     .. math:: \frac1M \sum_m |f_m - y| - \frac1{2M(M-1)} \sum_{m \neq n} |f_m - f_n|.
@@ -89,16 +89,16 @@ class GraphStructureLearner(StepModule):
             with underscores or hyphens.
         learning_rate: learning rate of the scores. None: a value for the head and the estimator.
         psi_learning_rate: learning rate of the predictor. None: ``learning_rate``, or 0.05 with
-            local expectation, where the warm-up must train psi.
+            local expectation, because the warm-up must train psi.
         optimizer: function that makes the optimizer of given parameter groups, such as
             ``torch.optim.SGD``; None for Adam.
         lr_scheduler: function that makes a learning rate scheduler of the optimizer, which is
             stepped after every step; None for constant learning rates.
         psi_warmup_steps: number of first steps that train only psi.
-        predictor: a network of torch-geometric, or any module that takes
-            (x, edge_index[, edge_weight]) as its convolutions do. A module whose second argument is
-            called ``graphs`` takes x (B, N, D) and graphs (M, N, N), and returns
-            (M, B, N, out_features). None: :class:`~catnat.graphs.GCN`.
+        predictor: a network of torch-geometric, or any module with the arguments of its
+            convolutions, (x, edge_index[, edge_weight]). A module whose second argument is named
+            ``graphs`` gets x (B, N, D) and graphs (M, N, N), and returns (M, B, N, out_features).
+            None: :class:`~catnat.graphs.GCN`.
         head_options: options of the head, such as ``amplitude`` for natural.
         capture: whether to replay training steps as CUDA graphs if possible.
         test_passes: number of passes over the test pairs, each with new graphs. A single pass gives

@@ -19,8 +19,8 @@ class MLPDiscreteVAE(DiscreteVAE):
 
     .. math:: (-\log p(x \mid z) - b) \, \nabla \log q(z \mid x), \qquad z \sim q,
 
-    with a constant b, or b the mean over the other samples. Trained on images that are binarized
-    again at every step (``MNISTDataModule(variant="stochastic", batch_size=128)``).
+    where b is a constant, or the mean over the other samples. The paper trains it on images that
+    are binarized again at every step (``MNISTDataModule(variant="stochastic", batch_size=128)``).
 
     Args:
         head: name of the head, one of ``catnat.head_names()``.
@@ -32,17 +32,17 @@ class MLPDiscreteVAE(DiscreteVAE):
         lr_scheduler: function that makes a learning rate scheduler of the optimizer, which is
             stepped after every step; None for a constant learning rate.
         gradient_clip: largest norm of the gradient; 0 for no limit.
-        baseline: "constant", or "leave-one-out": of M samples, the mean of the other M - 1.
+        baseline: "constant", or "leave-one-out", the mean loss of the other M - 1 samples.
         baseline_value: b for the constant baseline.
-        num_samples: M, samples per image and step; at least 2 for leave-one-out.
+        num_samples: number of samples per image and step (M), at least 2 for leave-one-out.
         nll_samples: importance samples per image for test/nll; fewer samples are faster, but bias
             test/nll upward.
         head_options: options of the head, such as ``amplitude`` for natural.
-        kl_weight: weight of the KL divergence, at the end of its schedule if it has one.
-        kl_start: weight at the first step, from where it changes linearly to ``kl_weight``; needs
-            ``kl_steps``. See :class:`DiscreteVAE` on annealing from 0.
+        kl_weight: weight of the KL divergence, or its final weight with a schedule.
+        kl_start: weight at the first step. It changes linearly to ``kl_weight`` over ``kl_steps``,
+            which is then required. See :class:`DiscreteVAE` on annealing from 0.
         kl_steps: number of steps from ``kl_start`` to ``kl_weight``.
-        capture: whether training steps are replayed as CUDA graphs if possible.
+        capture: whether to replay training steps as CUDA graphs if possible.
     """
 
     def __init__(

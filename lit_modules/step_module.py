@@ -37,16 +37,16 @@ class StepModule(LightningModule):
     ``training_step``, or that optimizes manually (``automatic_optimization = False``), is an
     ordinary LightningModule.
 
-    With ``capture=True`` the steps are replayed as CUDA graphs on a CUDA device, see
-    :class:`~catnat.lit_modules.cuda_graph_steps.ReplayLoop`; they are the same steps. Otherwise,
-    steps are eager and a warning gives the reason: hooks between a batch and its update, several
-    devices, or an optimizer other than Adam, AdamW and SGD.
+    With ``capture=True``, a CUDA device replays the same steps as CUDA graphs, see
+    :class:`~catnat.lit_modules.cuda_graph_steps.ReplayLoop`. Otherwise, steps are eager and a
+    warning gives the reason: hooks between a batch and its update, several devices, or an optimizer
+    other than Adam, AdamW and SGD.
 
-    Two runs of one seed are the same bit for bit on a CPU, and on a GPU with
-    ``Trainer(deterministic=True)``. Without it, many kernels add numbers in an arbitrary order.
+    Two runs with equal seeds are equal bit for bit on a CPU, and on a GPU with
+    ``Trainer(deterministic=True)``. Otherwise, many GPU kernels add numbers in an arbitrary order.
 
     Args:
-        capture: whether steps are replayed as CUDA graphs if possible.
+        capture: whether to replay training steps as CUDA graphs if possible.
         gradient_clip: largest norm of the gradient; 0 for no limit.
         learning_rate: learning rate of the optimizer; None for the optimizer's own.
         optimizer: function that makes the optimizer of given parameters, such as
@@ -71,6 +71,12 @@ class StepModule(LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
+        for name, function in {"optimizer": optimizer, "lr_scheduler": lr_scheduler}.items():
+            if not (function is None or callable(function)):
+                raise ValueError(
+                    f"{name} must be a class or a function, such as torch.optim.SGD, "
+                    f"got {function!r}"
+                )
         self.capture = capture
         self.gradient_clip = gradient_clip
         self.learning_rate = learning_rate

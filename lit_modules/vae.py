@@ -18,7 +18,12 @@ from catnat.distributions import HeadCategorical
 from catnat.estimator_table import TABLE, find_estimator
 from catnat.estimators import score_function_surrogate
 from catnat.heads.registry import make_head
-from catnat.lit_modules.faults import checked_scores, require_default_shape
+from catnat.lit_modules.faults import (
+    checked_scores,
+    require_default_shape,
+    require_images,
+    require_num_scores,
+)
 from catnat.lit_modules.networks import conv_decoder, conv_encoder
 from catnat.lit_modules.step_module import StepModule
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
@@ -35,19 +40,19 @@ _LEARNING_RATE = 1e-3  # of Adam
 
 
 class DiscreteVAE(StepModule):
-    r"""VAE on 28 x 28 images with latents z = (z_1..z_N), each one of K categories.
+    r"""VAE for 28 x 28 images with N categorical latents z_1..z_N of K categories each.
 
     .. math:: \mathrm{loss} = -\log p(x \mid z) + w \, KL(q(z \mid x) \,\|\, \mathrm{uniform})
 
-    z is a one-hot sample of q. The estimator determines its gradient. "gumbel" (the default) takes
+    z is a one-hot sample of q. The estimator determines its gradient. "gumbel" (the default) uses
     the gradient of the relaxed sample at temperature τ(step) = max(τ(0) exp(-rate step), min),
-    updated every 1,000 steps, and "gumbel-rao" the mean gradient of several relaxed samples.
-    ``q.rsample`` describes these and "straight-through", "reinmax" and "relaxed", where z is the
-    relaxed sample itself. "score-function" takes two samples, each the baseline of the other. An
-    option that the estimator does not use raises an error.
+    updated every 1,000 steps. "gumbel-rao" uses the mean gradient of several relaxed samples.
+    ``q.rsample`` describes these estimators, "straight-through", "reinmax" and "relaxed", where z
+    is the relaxed sample itself. "score-function" uses two samples, and the loss of each is the
+    baseline of the other. An option that the estimator does not use raises an error.
 
-    A batch is (B, 1, 28, 28) in [0, 1], or a sequence that begins with that. Subclasses override
-    :meth:`scores`, :meth:`loss`, or :meth:`make_networks`.
+    A batch is a tensor (B, 1, 28, 28) in [0, 1], or a sequence that begins with such a tensor.
+    Subclasses override :meth:`scores`, :meth:`loss`, or :meth:`make_networks`.
 
     Logged: train/loss, train/temperature (of estimators that have one), train/kl_weight (if it has
     a schedule); val/loss (with the final w, so that it can be compared between steps), val/elbo,
@@ -55,8 +60,8 @@ class DiscreteVAE(StepModule):
     mean q, a mean over latents),
     test/information (of the latents about an image, in nats: the sum over n of I(x; z_n), which is
     at least I(x; z)), test/saturated (share of scores in a flat region of the head) and
-    test/collapsed (1 if the latents carry no information; KL alone does not show that, as a q that
-    is the same for all images can be far from the prior). Every evaluation uses the same separate
+    test/collapsed (1 if the latents carry no information; KL alone does not show this, because a q
+    that is equal for all images can be far from the prior). Every evaluation uses the same separate
     noise, so its frequency does not affect training.
 
     Args:
@@ -77,15 +82,15 @@ class DiscreteVAE(StepModule):
         head_options: options of the head, such as ``amplitude`` for natural.
         estimator: estimator of the gradient through z: "gumbel", "gumbel-rao", "straight-through",
             "reinmax" (or "zgr"), "relaxed" or "score-function".
-        capture: whether training steps are replayed as CUDA graphs if possible.
-        temperature: τ at the first step (default 1). Half of the paper's schedule, with which
-            "gumbel-rao" did best in our runs, is ``temperature=0.5, min_temperature=0.25``.
+        capture: whether to replay training steps as CUDA graphs if possible.
+        temperature: τ at the first step (default 1). In our runs, "gumbel-rao" was best with half
+            of the paper's temperatures: ``temperature=0.5, min_temperature=0.25``.
         num_draws: relaxed samples for each image of "gumbel-rao" (default 8).
-        kl_weight: weight of the KL divergence (w), at the end of its schedule if it has one.
-            ELBO and NLL are always reported with weight 1.
-        kl_start: weight at the first step, from where it changes linearly to ``kl_weight``; needs
-            ``kl_steps``. Annealing from 0, a common habit, slowed training with softmax and
-            with trees when we tried it over 5,000 steps.
+        kl_weight: weight of the KL divergence (w), or its final weight with a schedule. ELBO and
+            NLL are always reported with weight 1.
+        kl_start: weight at the first step. It changes linearly to ``kl_weight`` over ``kl_steps``,
+            which is then required. In our tests over 5,000 steps, annealing from 0 slowed training
+            with softmax and with trees.
         kl_steps: number of steps from ``kl_start`` to ``kl_weight``.
     """
 
@@ -187,12 +192,14 @@ class DiscreteVAE(StepModule):
 
     def images(self, batch: Any) -> Tensor:
         """The images of a batch, itself or the first of a sequence, in the dtype of the weights."""
+        require_images(batch)
         x = batch if isinstance(batch, Tensor) else batch[0]
         return x.to(self.dtype)
 
     def scores(self, batch: Any) -> Tensor:
         """Scores of the head for every latent, (B, N, S)."""
         scores = self.encoder(self.images(batch))
+        require_num_scores(scores, self.num_latents, self.head.num_scores)
         return scores.reshape(len(scores), self.num_latents, self.head.num_scores)
 
     def forward(self, batch: Any) -> HeadCategorical:

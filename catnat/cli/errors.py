@@ -34,7 +34,8 @@ def one_line(error: BaseException) -> str:
     # Where a value may have several types, jsonargparse lists why it is none of them.
     reasons = message.partition("Errors:")[2].partition("Given value")[0]
     if reasons:
-        message = f"{message.splitlines()[0]} {reasons}"
+        value = message.partition("Given value: ")[2]
+        message = f"{message.splitlines()[0]} {reasons.strip()}. Got value: {value}"
     text = " ".join(message.split())
     return text if len(text) < _LONGEST else f"{text[:_LONGEST]} ..."
 

@@ -42,29 +42,31 @@ usage: {program_name()} [fit|validate|test|predict] --model MODEL --head HEAD ..
        {program_name()} {"|".join(TOOLS)} --help
 
 Trains a model and tests it (fit, the default), or only evaluates a checkpoint.
-It is a LightningCLI: what you know of one works here.
+It is a LightningCLI and supports the options of one.
 
-  --model MODEL        {", ".join(MODELS)}; or DiscreteVAE, my_module.MyModel
+  --model MODEL        {", ".join(MODELS)} (default vae);
+                       or a class such as my_module.MyModel
   --head HEAD          {", ".join(HEADS)}; or your own
   --data DATA          {", ".join(DATA)};
                        or my_module.MyData
-  --max_steps N        length; or --max_epochs N, --max_time DD:HH:MM:SS, which
-                       ppo and a2c do not have; 2,000 steps by default on a CPU
+  --max_steps N        length of the run (on a CPU, 2,000 steps by default);
+                       or --max_epochs N, --max_time DD:HH:MM:SS (not ppo, a2c)
   --seed N             random seed of weights and noise
   --seeds 1..10        one run for each seed, and a table
   --ckpt_path PATH     resume or test a checkpoint: a file, last or best
   --save_every N       steps between checkpoints
   --recipe paper       the settings of the paper
-  --config FILE        options from a YAML file, as --print_config prints one
-  --import MODULE      import it first: heads it defines can be chosen
+  --config FILE        options from a YAML file, such as --print_config prints
+  --import MODULE      module to import first, for example one that defines heads
 
-Full names are --model.X, --data.X, --trainer.X, --fisher.X, --checkpoint.X; the
-first three groups can be left out. Options of a model and of its data or games:
-{program_name()} --model vae --help; all with their values: --print_config
-Runs lie in runs/<model>/<head>/version_<k>: tensorboard --logdir runs
+Full names are --model.X, --data.X, --trainer.X, --fisher.X, --checkpoint.X. You can
+omit the first three groups. This command explains the options of a model:
+{program_name()} --model vae --help
+--print_config prints all options with their values. Runs are saved in
+runs/<model>/<head>/version_<k>. To see their curves: tensorboard --logdir runs
 
   sweep, status        train the runs of a plan; show how many have finished
-  tables, figures      tables and figures of a plan
+  tables, figures      make tables and figures of a plan
   compare              compare any runs"""
 
 

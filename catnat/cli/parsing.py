@@ -4,7 +4,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 import catnat.datamodules
 import catnat.lit_modules  # noqa: F401 - classes that --model and --data find by name
@@ -29,6 +32,12 @@ from catnat.heads.registry import head_names
 yaml.SafeDumper.add_representer(Interval, lambda dumper, kind: dumper.represent_str(kind.value))
 
 _NO_LENGTH = {"trainer.max_steps": "-1", "trainer.max_epochs": "null", "trainer.max_time": "null"}
+_CLASSES = {  # of options whose value may be the name of a class
+    "optimizer": Optimizer,
+    "lr_scheduler": LRScheduler,
+    "callbacks": Callback,
+    "logger": Logger,
+}
 _ON_CPU = {"max_steps": 2000, "nll_samples": 64}  # where the command line does not set them
 
 
@@ -214,7 +223,9 @@ def parse(
 
 
 def _check_callables(request: Request) -> None:
-    """Raise an error for an option of an optimizer or a schedule that is not named."""
+    """Raise an error for an unknown class, and for an option of one that is not named."""
+    for option, name in _classes_in(request.words):
+        find_class(name, _CLASSES[option.rpartition(".")[2]], f"--{option}")
     typed = [_name_of(word) for word in request.words]
     names = {name.removeprefix("model.") for name in (*typed, *request.in_configs, *request.record)}
     for name in typed:
@@ -222,6 +233,17 @@ def _check_callables(request: Request) -> None:
         named = {kind, f"{kind}.class_path"} & names
         if dot and kind in ("optimizer", "lr_scheduler") and not named:
             raise ValueError(f"--{name} needs --{kind} with the name of a class")
+
+
+def _classes_in(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Options whose values are names of classes without a module, with these values."""
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        name, equals, value = word.removeprefix("--").partition("=")
+        value = value if equals else following
+        option = name.removesuffix("+")
+        is_class = word.startswith("--") and option.rpartition(".")[2] in _CLASSES
+        if is_class and value.isidentifier() and isinstance(yaml.safe_load(value), str):
+            yield option, value
 
 
 def print_config_if_asked(request: Request, parser: ArgumentParser, config: Namespace) -> None:
@@ -269,7 +291,11 @@ def find_class(path: str, base: type, option: str) -> Any:
         where = module_name
     else:
         classes = {kind.__name__: kind for kind in _subclasses(base)}
-        where = "catnat, nor a module that --import names,"
+        if name not in classes:
+            close = did_you_mean(name, classes) or ";"
+            raise ValueError(
+                f"{option}: unknown class {name!r}{close} give a class, such as my_module.MyClass"
+            )
     found = classes.get(name)
     if not isinstance(found, type):
         raise ValueError(

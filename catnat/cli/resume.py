@@ -44,7 +44,8 @@ def check_options(path: Path, before: Options, now: Options, changed: Collection
         if values[0] != values[1]:
             raise ValueError(
                 f"--{option} cannot change when {path} is resumed: {_shown(values[0], option)} -> "
-                f"{_shown(values[1], option)}; only length, monitoring and folders can"
+                f"{_shown(values[1], option)}; only length, logging, validation, checkpoints, "
+                "device and folders can"
             )
 
 

@@ -1,9 +1,9 @@
 """Categorical heads: strategies that turn scores into a categorical distribution.
 
 A head is an ``nn.Module`` whose ``forward`` maps scores (*, S) to a
-:class:`~catnat.distributions.HeadCategorical` over K categories. Four are built in: softmax and
-sparsemax in :mod:`catnat.heads.flat`, the catnat heads in :mod:`catnat.heads.tree`. A new one is
-one class::
+:class:`~catnat.distributions.HeadCategorical` over K categories. Softmax and sparsemax are in
+:mod:`catnat.heads.flat`, and the tree heads are in :mod:`catnat.heads.tree`. A new head is one
+class::
 
     class MyHead(CategoricalHead, name="mine"): ...
 """
@@ -240,8 +240,8 @@ class CategoricalHead(nn.Module, ABC):
     ) -> Tensor:
         """Random categories, (*, S) -> (*sample_shape, *) int64.
 
-        A category of probability 0 is never drawn. A NaN score that matters is an error on the CPU;
-        on other devices the sample of a tree is then -1.
+        A category of probability 0 is never drawn. On the CPU, a NaN score on a path raises an
+        error. On other devices, the sample of a tree is then -1.
         """
         scores = self._checked(scores.detach())
         return self.path_sample(scores, torch.Size(sample_shape), generator)
@@ -255,9 +255,9 @@ class CategoricalHead(nn.Module, ABC):
     def topk(self, scores: Tensor, k: int) -> torch.return_types.topk:
         """The k likeliest categories with their log-probabilities, (*, S) -> (*, k) each, sorted.
 
-        The result has ``values``, with a gradient in the scores, and ``indices``, as that of
-        ``torch.topk``: NaN comes first. Forbidden categories come last. A tree over more than
-        131072 categories is searched: few of its nodes are computed, and the result is exact.
+        Like ``torch.topk``, it returns ``values``, with a gradient in the scores, and ``indices``,
+        and sorts NaN first. Forbidden categories come last. In a tree over more than 131072
+        categories, an exact search computes few nodes.
         """
         require_integer_within(1, self.num_categories, k=k)
         values, categories = self.path_topk(self._checked(scores), k)
@@ -273,11 +273,11 @@ class CategoricalHead(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor]:
         """k different categories and their log-probabilities, (*, S) -> (k, *) each.
 
-        They are drawn without replacement, in this order: each has its probability among the
-        categories that are left. A large tree is walked down at O(k log K) (Kool, van Hoof and
-        Welling, 2019); the other heads perturb all log-probabilities. If fewer than k categories
-        are possible, impossible categories come last. A NaN score that matters is an error on the
-        CPU; elsewhere the categories of a tree are then -1.
+        The categories are in the order of their draws. Each draw uses the probabilities of the
+        remaining categories. A large tree needs O(k log K) time (Kool, van Hoof and Welling, 2019);
+        other heads perturb all log-probabilities. If fewer than k categories are possible,
+        impossible categories come last. On the CPU, a NaN score on a path raises an error. On other
+        devices, the categories of a tree are then -1.
 
         Args:
             scores: (*, S).
@@ -319,8 +319,8 @@ class CategoricalHead(nn.Module, ABC):
     def step_fishers(self, scores: Tensor) -> Tensor:
         """Mean Fisher matrix over B rows at each of T steps, as vectors, (T, B, S) -> (T, S^2).
 
-        If ``fisher_is_diagonal`` is true, only the diagonals, (T, S). The result is float32. The
-        host does not wait for the device, so that a monitor can observe every step.
+        If ``fisher_is_diagonal`` is true, the result contains only the diagonals, (T, S). It is
+        float32. The host does not wait for the device, so that a monitor can observe every step.
         """
         if self.fisher_is_diagonal:
             return self.fisher_diagonal(scores).mean(1).float()
@@ -399,7 +399,8 @@ def require_tensor(x: object, name: str, size: int) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
     if not x.dim() or x.shape[-1] != size:
-        raise ValueError(f"expected {size} {name} in the last dimension, got {tuple(x.shape)}")
+        entries = "entries of the mask" if name == "mask" else name
+        raise ValueError(f"expected {size} {entries} in the last dimension, got {tuple(x.shape)}")
     is_right = x.dtype == torch.bool if name == "mask" else x.is_floating_point()
     if not is_right:
         kind = "bool, True = allowed" if name == "mask" else "floating point"

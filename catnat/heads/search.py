@@ -1,9 +1,9 @@
-"""Search in a tree: the likeliest leaves, and draws without replacement, by few of its nodes.
+"""Search in a tree: the likeliest leaves and draws without replacement, from few of its nodes.
 
 A node is at least as likely as every leaf below it. :func:`best_leaves` therefore keeps the 64
-likeliest nodes of each level. If no node that it leaves out is likelier than the k-th leaf that it
-finds, the result is exact, and it usually is. For the other rows that leaf is a threshold: a second
-search looks at all nodes above it, and no others.
+likeliest nodes of each level. If no omitted node is likelier than the k-th leaf found, the result
+is exact, as it usually is. For all other rows, a second search visits exactly the nodes that are
+likelier than this leaf.
 
 :func:`draw_leaves` is the top-down Gumbel top-k of Kool, van Hoof and Welling (2019): every node
 holds the largest of the perturbed log-probabilities below it, so the k largest nodes of a level

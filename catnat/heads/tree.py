@@ -40,7 +40,7 @@ class CatnatHead(CategoricalHead):
     Class k with bits b_1..b_H has p_k = prod_h a_h^{b_h} (1 - a_h)^{1 - b_h}. The Fisher matrix is
     diagonal: G_ii = P(node i) a'^2 / (a (1 - a)) (the paper's Theorem). If K is not a power of two,
     the tree is a complete one, see :mod:`catnat.heads.nodes`. :meth:`log_prob` and :meth:`sample`
-    compute only the O(log K) nodes of a path. The distribution that the head returns does so, too,
+    compute only the O(log K) nodes of a path, and so does the distribution that the head returns,
     until all log-probabilities are used.
 
     A subclass overrides :meth:`log_activation`, which defines how a score splits its node.
@@ -51,9 +51,9 @@ class CatnatHead(CategoricalHead):
     Args:
         num_categories: number of categories (K), at least 2.
         center: the paper's C, added to every node's center. It cannot change later.
-        uniform_at_zero: give each node a center with which zero scores give the uniform
-            distribution for every K; otherwise they do so only if K is a power of two. It cannot
-            change later.
+        uniform_at_zero: whether to give each node a center such that zero scores give the uniform
+            distribution for every K. Without these centers, this holds only if K is a power of two.
+            It cannot change later.
         order: leaf of every class, a permutation of 0..K-1; None: class k is leaf k. Classes on
             neighboring leaves share most of their path. It cannot change later.
     """
@@ -337,9 +337,9 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
     r"""catnat with a(s) = (1 + sin(pi (s - C) / A)) / 2 for |s - C| <= A/2, flat beyond.
 
     Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary). Beyond the edges
-    |s - C| = A/2 a score has no gradient, and its rarer side has probability 0. With a ``tail`` the
-    split continues as an exponential where the rarer side has that probability: every score has a
-    gradient, no probability is 0, and the Fisher matrix stays diagonal.
+    |s - C| = A/2, a score has no gradient, and its rarer side has probability 0. With a ``tail``,
+    the probability of the rarer side decays exponentially once it is below ``tail``. Every score
+    then has a gradient, no probability is 0, and the Fisher matrix stays diagonal.
 
     Args:
         num_categories: K, at least 2.
@@ -383,7 +383,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         return f"{super().extra_repr()}, amplitude={self.amplitude}{tail}"
 
     def saturated(self, scores: Tensor) -> Tensor:
-        """Scores on or beyond the edges; with a tail there are none."""
+        """Scores on or beyond the edges; none with a tail."""
         scores = self._checked(scores)
         distance, _ = self.activation.distance(scores, self.constants(scores))
         return (distance <= 0) & (self.tail == 0)

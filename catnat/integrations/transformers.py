@@ -1,7 +1,7 @@
 """An output layer for causal language models of Hugging Face Transformers.
 
-Two lines give any ``AutoModelForCausalLM`` a softmax over its frequent tokens and a tree over the
-others; see :func:`replace_head`.
+The layer is a softmax over the frequent tokens and a tree over all other tokens. It works with any
+``AutoModelForCausalLM``, see :func:`replace_head`.
 """
 
 import functools
@@ -33,22 +33,21 @@ def replace_head(
 ) -> PreTrainedModel:
     """Replace the last linear layer of a causal language model by a :class:`catnat.TreeLinear`.
 
-    With ``tokens`` the new layer starts near the old one, without them it has learned nothing yet.
-    The model changes in place: with ``labels`` it returns a loss without logits; without labels its
-    logits are the log-probabilities of all tokens. It trains under ``Trainer``, generates, and
-    takes adapters of PEFT. ``save_pretrained`` saves it, and :func:`from_pretrained` loads it
-    again.
+    With ``tokens``, the new layer approximates the old one. Without them, it is untrained. The
+    model changes in place. With ``labels``, it returns a loss without logits. Without labels, its
+    logits are the log-probabilities of all tokens. It supports ``Trainer``, ``generate`` and
+    adapters of PEFT. ``save_pretrained`` saves it, and :func:`from_pretrained` loads it again.
 
     Args:
         model: a model of ``AutoModelForCausalLM``, such as GPT-2 or Llama.
-        frequent: the frequent tokens, or their number F. With ``counts`` a number means the F
-            tokens with the largest counts, with ``tokens`` the F likeliest ones under the model,
-            otherwise the first F tokens.
+        frequent: the frequent tokens, or their number F. A number selects the F tokens with the
+            largest counts if ``counts`` is given, the F likeliest tokens under the model if
+            ``tokens`` is given, and the first F tokens otherwise.
         head: name of a tree head.
         order: the leaf of each token, see :mod:`catnat.output_layer.orders`.
-        counts: how often each token occurs in the text, (K,). Biases start from these without
-            ``tokens``.
-        tokens: some thousand tokens of the text, (B, T), for a trained model: see
+        counts: number of occurrences of each token in the text, (K,). Without ``tokens``, the
+            biases start from them.
+        tokens: a few thousand tokens of the text, (B, T), for a trained model, see
             :meth:`catnat.TreeLinear.from_linear`.
         options: options of the tree head, such as ``tail``, and ``bias``.
     """
@@ -103,7 +102,7 @@ def from_pretrained(path: str, **options: Any) -> PreTrainedModel:
 class LanguageModelHead(TreeLinear):
     """An output layer that a model calls in place of its ``lm_head``.
 
-    It returns log-probabilities of all tokens, or the losses of ``targets`` while there are some.
+    It returns the log-probabilities of all tokens, or the losses of ``targets`` if they are set.
     """
 
     targets: Tensor | None = None

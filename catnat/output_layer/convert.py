@@ -1,10 +1,10 @@
 r"""A tree from a softmax: the weights of a :class:`catnat.TreeLinear` from a trained linear layer.
 
 A softmax with logits l_k(h) = w_k h + b_k is a tree whose node n, with the leaves L_n and R_n on
-its two sides, has the score s_n(h) = logsumexp_{R_n} l(h) - logsumexp_{L_n} l(h). That is not
-linear in h, so no layer with linear scores is equal to it. The scores here are near it at given
-hidden states, each of which counts as much as it says about the node: with the weight
-P(n | h) a_n (1 - a_n), the Fisher information of the score.
+its two sides, has the score s_n(h) = logsumexp_{R_n} l(h) - logsumexp_{L_n} l(h). This score is not
+linear in h, so no layer with linear scores equals the softmax. The linear scores here approximate
+it at given hidden states. The weight of a hidden state is P(n | h) a_n (1 - a_n), the Fisher
+information of the score.
 
 - All nodes take the first-order expansion of s_n at their own weighted mean of hidden states.
 - The first nodes, which all classes share, and the event "rare" are then fitted to s_n by weighted

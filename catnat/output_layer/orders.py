@@ -40,9 +40,9 @@ _CHUNK = 2**21  # numbers of vectors that are worked on together: they stay in a
 def by_embedding(vectors: Tensor, frequent: Frequent = 0) -> Tensor:
     """Order by similarity, (K, D) -> (K,): classes with near vectors share a subtree.
 
-    From the root down, the classes of each node are split across the direction in which their
-    vectors differ most (the first principal component), into as many as the two subtrees hold.
-    All nodes of a level are split at once.
+    From the root down, the classes of each node are split along the direction in which their
+    vectors differ most (the first principal component), in the sizes of the two subtrees. All nodes
+    of a level are split at once.
 
     Args:
         vectors: a vector for each class, (K, D).
@@ -85,13 +85,13 @@ def by_cooccurrence(
     num_categories: int,
     frequent: Frequent = 0,
 ) -> Tensor:
-    """Order by what comes before a class, (N,) -> (K,): similar classes share a subtree.
+    """Order by the preceding classes, (N,) -> (K,): similar classes share a subtree.
 
-    :func:`by_embedding` of vectors that are near for classes which follow the same classes. They
-    are the leading left singular vectors, times the roots of the singular values, of the matrix
-    of positive pointwise mutual information, log(P(a, b) / (P(a) P(b))) where it is positive,
-    between a class b and the class a before it; by random projection with power iterations
-    (Halko et al., 2011).
+    It calls :func:`by_embedding` with vectors that are similar for classes that follow the same
+    classes. These vectors are the leading left singular vectors, times the roots of the singular
+    values, of the matrix of positive pointwise mutual information, log(P(a, b) / (P(a) P(b))) where
+    it is positive, between a class b and the class a before it. They are computed by random
+    projection with power iterations (Halko et al., 2011).
 
     Args:
         tokens: a sequence of classes, such as the words of a text.

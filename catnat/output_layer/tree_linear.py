@@ -50,13 +50,13 @@ from catnat.output_layer.shortlist import (
 class TreeLinear(PathArithmetic):
     r"""A linear layer and a tree head in one: from hidden states (*, D) to K classes.
 
-    ``head(linear(hidden))`` computes K - 1 scores. A class needs only the scores on its path: the
-    log-probability of a target, a sample and their gradients take log2 K rows of the weight here.
+    ``head(linear(hidden))`` computes K - 1 scores. A class needs only the scores on its path, so a
+    log-probability, a sample and their gradients use only log2 K rows of the weight here.
 
-    With ``frequent`` classes F, the layer is a softmax over these and one event more, "rare", and
-    a tree over the other classes: p(k) = softmax(k) for a frequent class, and
-    p(k) = softmax(rare) tree(k) for a rare one. That costs F + 1 rows more. Words of a text and
-    other classes of very different frequency are learned better that way.
+    With F ``frequent`` classes, the layer is a softmax over these classes and one additional event,
+    "rare", and a tree over the other classes: p(k) = softmax(k) for a frequent class, and
+    p(k) = softmax(rare) tree(k) for a rare one. The softmax adds F + 1 rows. This
+    improves the quality for words and other classes with very different frequencies.
 
     Args:
         in_features: width of the hidden states (D).
@@ -225,13 +225,13 @@ class TreeLinear(PathArithmetic):
     ) -> Self:
         """A layer that is near the softmax of a trained linear layer, without training.
 
-        The logits of frequent classes stay what they are. Scores of nodes and of "rare" are linear
-        approximations at the hidden states, see :mod:`catnat.output_layer.convert`. The conversion
-        cannot be reversed: no linear logits give the probabilities of a tree.
+        The logits of frequent classes do not change. The scores of the nodes and of "rare" are
+        linear approximations at the hidden states, see :mod:`catnat.output_layer.convert`. The
+        conversion cannot be reversed: no linear logits give the probabilities of a tree.
 
         Args:
             linear: a trained linear layer with K rows.
-            hidden: some thousand hidden states that the layer sees, (*, D).
+            hidden: a few thousand inputs of the linear layer, (*, D).
             frequent: number of frequent classes, the likeliest ones at these hidden states; or the
                 classes.
             order: the leaf of each class; None: :func:`catnat.output_layer.orders.by_embedding` of
@@ -292,9 +292,9 @@ class TreeLinear(PathArithmetic):
             target: classes, (*).
             ignore_index: targets of this value do not count.
             reduction: "mean" (over the targets that count, by their weights), "sum" or "none".
-            label_smoothing: share of the probability that each split on the target's path, and the
-                softmax over frequent classes, gives to all its sides evenly. That is not the
-                smoothing over all classes of ``F.cross_entropy``, which needs all scores.
+            label_smoothing: share of the probability that is distributed evenly over the sides of
+                each split on the target's path, and over the events of the softmax.
+                ``F.cross_entropy`` smooths over all classes instead, which needs all scores.
             weight: factor of the loss of each class, (K,).
             z_loss: factor of the squared log-normalizer of the softmax over frequent classes, such
                 as 1e-4. Splits have no normalizer.
@@ -375,10 +375,10 @@ class TreeLinear(PathArithmetic):
     ) -> Tensor:
         """Random classes, (*, D) -> (*sample_shape, *), by a walk from the root to a leaf.
 
-        The options mean what they mean in Transformers' ``generate``, in this order. With
-        ``top_k``, or with ``top_p`` alone, the likeliest classes are searched for, see
-        :meth:`topk`, and the draws are exact. A temperature other than 1 without ``top_k`` moves
-        the probabilities of all classes, so it computes all of them, a few rows at a time.
+        The options have the meaning and the order that they have in Transformers' ``generate``.
+        With ``top_k``, or with ``top_p`` alone, the likeliest classes are searched for, see
+        :meth:`topk`, and the draws are exact. A temperature other than 1 without ``top_k`` changes
+        the probabilities of all classes, so all of them are computed, a few rows at a time.
 
         Args:
             hidden: (*, D).
@@ -387,8 +387,8 @@ class TreeLinear(PathArithmetic):
             temperature: divisor of the log-probabilities, > 0; towards 0 the likeliest class
                 becomes certain.
             top_k: number of likeliest classes that are kept, 1 to K; None keeps all.
-            top_p: probability, 0 < top_p <= 1: the fewest likeliest classes that have it together
-                are kept; None keeps all.
+            top_p: total probability, 0 < top_p <= 1, of the smallest set of likeliest classes that
+                is kept; None keeps all.
         """
         hidden = self._checked(hidden)
         states = hidden.reshape(-1, self.in_features)
@@ -406,7 +406,7 @@ class TreeLinear(PathArithmetic):
     ) -> tuple[Tensor, Tensor]:
         """k different classes and their log-probabilities, (*, D) -> (k, *) each.
 
-        They come in the order of their draws, at O(D k log K), see
+        They are in the order of their draws and cost O(D k log K), see
         :meth:`catnat.CategoricalHead.sample_without_replacement`. The log-probabilities have a
         gradient.
         """
@@ -429,8 +429,8 @@ class TreeLinear(PathArithmetic):
     ) -> Tensor:
         """Estimate of a KL divergence from classes drawn at ``hidden``, (*) each, at O(D log K).
 
-        Unbiased and never negative, see :meth:`catnat.HeadCategorical.path_kl`. The divergence
-        between the softmaxes of frequent classes is exact.
+        It is unbiased and never negative, see :meth:`catnat.HeadCategorical.path_kl`. The
+        divergence between the softmaxes of frequent classes is exact.
 
         Args:
             hidden: the states of the distribution that the classes were drawn from, (*, D).
@@ -471,9 +471,9 @@ class TreeLinear(PathArithmetic):
         """The k likeliest classes and their log-probabilities, (*, D) -> (*, k) each, sorted.
 
         The result has ``values`` and ``indices``, as that of ``torch.topk``, and NaN comes first.
-        Where the layer is large, a search computes few nodes of the tree, after the shortlist, and
-        reads no other row of the weight; the result is exact. Elsewhere all classes are computed, a
-        few rows at a time. Without gradient.
+        In a large layer, a search computes the shortlist and few nodes of the tree, and reads only
+        their rows of the weight. The result is exact. In other layers, all classes are computed, a
+        few rows at a time. The results have no gradient.
         """
         require_integer_within(1, self.num_categories, k=k)
         hidden = self._checked(hidden)

@@ -139,14 +139,13 @@ class HeadAlgorithm(OpenAlgorithm):
 
 
 class HeadA2C(HeadAlgorithm, A2C):
-    """A2C for policies with a categorical head; the steps are those of ``stable_baselines3.A2C``.
+    """A2C for policies with a categorical head; its steps equal those of ``stable_baselines3.A2C``.
 
-    Weights that are not finite after an update raise :class:`NonFinite`. Actions are not masked, so
-    an environment that has masks is refused.
-    Where an environment forces actions (see :mod:`catnat.sb3.masks`), the rollout has the actions
-    that were played: the critic learns from them, the policy does not. The arguments are those of
-    ``stable_baselines3.A2C``; "MlpPolicy", "CnnPolicy" and "MultiInputPolicy" are the policies
-    with a head.
+    If weights are not finite after an update, it raises :class:`NonFinite`. It does not support
+    masks, so an environment with masks raises an error. If an environment forces actions (see
+    :mod:`catnat.sb3.masks`), the rollout contains the actions that were played. The critic learns
+    from them, and the policy does not. The arguments are those of ``stable_baselines3.A2C``;
+    "MlpPolicy", "CnnPolicy" and "MultiInputPolicy" select the policies with a head.
     """
 
     def after_setup(self) -> None:

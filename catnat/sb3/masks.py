@@ -1,9 +1,10 @@
 """Masks and forced actions of environments.
 
 The convention is sb3-contrib's: an environment has a method ``action_masks()``, which returns an
-array of bool, True for each allowed action of a ``Discrete`` space. For ``MultiDiscrete`` the array
-has the choices of all actions in a row, for ``MultiBinary`` two for each: 0 and 1. Gymnasium's
-convention, masks in ``info["action_mask"]``, needs a wrapper, such as sb3-contrib's ActionMasker.
+array of bool, True for each allowed action of a ``Discrete`` space. For ``MultiDiscrete``, the
+array concatenates the choices of all actions. For ``MultiBinary``, it has two entries for each
+action, 0 and 1. Gymnasium's convention, masks in ``info["action_mask"]``, needs a wrapper, such as
+sb3-contrib's ActionMasker.
 
 A ``VecEnv`` with a ``Discrete`` action space may have an attribute ``forced_actions``: an array
 (n,) of the actions that the next step plays instead of the given actions, -1 where the policy
@@ -44,7 +45,7 @@ def categories_of(action_space: spaces.Space[Any]) -> list[int]:
 
 
 def masks_of(env: VecEnv) -> Tensor:
-    """The present masks of all environments, (n, C) bool on the host."""
+    """The current masks of all environments, (n, C) bool on the host."""
     masks = np.stack(env.env_method("action_masks"))
     return checked_masks(masks, categories_of(env.action_space), (env.num_envs,))
 
@@ -81,16 +82,17 @@ def checked_masks(masks: Any, sizes: Sequence[int], batch: Sequence[int]) -> Ten
 
 @dataclass
 class MaskedPlayer:
-    """Plays with a model, and asks the environment for masks before each action.
+    """Plays with a model, and requests masks from the environment before each action.
 
     Attributes:
-        model: its ``predict`` takes ``action_masks``: HeadPPO, MaskablePPO, or a policy of theirs.
-        env: the environments that are played in; they have ``action_masks()``.
+        model: a model whose ``predict`` accepts ``action_masks``: HeadPPO, MaskablePPO, or one of
+        their policies.
+        env: the environments to play in, which have a method ``action_masks()``.
     """
 
     model: Any
     env: VecEnv
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Allowed actions for the present observations of the environment; as in a model."""
+        """Allowed actions for the current observations, with the arguments of the model."""
         return self.model.predict(*args, **kwargs, action_masks=masks_of(self.env))

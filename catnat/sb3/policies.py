@@ -1,8 +1,8 @@
 """Policies of Stable-Baselines3 whose actions come from a categorical head.
 
-``PPO(HeadActorCriticCnnPolicy, env, policy_kwargs={"head": "natural"})``; A2C takes them too. Any
-other policy gets a head by a class of two bases, as those of sb3-contrib do at the end of this
-file.
+``PPO(HeadActorCriticCnnPolicy, env, policy_kwargs={"head": "natural"})``; A2C accepts them as well.
+To add a head to another policy, inherit from :class:`HeadPolicy` and this policy, as the classes
+for sb3-contrib at the end of this file do.
 """
 
 import json
@@ -70,17 +70,17 @@ def _with_masks(name: str) -> Any:
 class HeadPolicy(OpenPolicy):
     """Gives a policy class of Stable-Baselines3 a categorical head; the first of two base classes.
 
-    ``policy.heads`` has the heads. Actions of a ``MultiDiscrete`` or ``MultiBinary`` space with
-    equally many choices share a head and are computed together, unless the head has weights. An
-    action with one choice has a head without scores. A probability that is NaN raises a ValueError,
-    as in the policies of Stable-Baselines3. The deterministic action is the likeliest of all
-    categories; a tree does not choose it node by node.
+    ``policy.heads`` contains the heads. Actions of a ``MultiDiscrete`` or ``MultiBinary`` space
+    with equally many choices share a head and are computed together, unless the head has weights.
+    An action with one choice has a head without scores. A probability that is NaN raises a
+    ValueError, as in the policies of Stable-Baselines3. The deterministic action is the likeliest
+    of all categories; a tree does not choose it node by node.
 
-    The metadata of ``state_dict()`` has the head's name and options. Loading weights of another
-    head, or of other options, raises a ValueError.
+    The metadata of ``state_dict()`` contains the name and the options of the head. Loading weights
+    of another head, or of other options, raises a ValueError.
 
-    Calling the policy, ``evaluate_actions``, ``get_distribution`` and ``predict`` take
-    ``action_masks``, see :mod:`catnat.sb3.masks`.
+    ``forward``, ``evaluate_actions``, ``get_distribution`` and ``predict`` accept ``action_masks``,
+    see :mod:`catnat.sb3.masks`.
 
     Args:
         args: arguments of the policy: observation_space, action_space (``Discrete``,
@@ -92,10 +92,10 @@ class HeadPolicy(OpenPolicy):
             become impossible: its KL divergence is infinite, and it gets no gradient and stays
             impossible.
         mask_mode: "renormalize", the default of trees: the probabilities of allowed actions are
-            divided by their sum. "prune", the default of other heads: the heads themselves take the
-            masks; with scores of zero the allowed actions are equally likely, and the Fisher matrix
-            of a masked tree stays diagonal. Trees learned faster with "renormalize" in short tests
-            with masks that change from state to state.
+            divided by their sum. "prune", the default of other heads: the heads apply the masks.
+            Zero scores then make the allowed actions equally likely, and the Fisher matrix of a
+            masked tree stays diagonal. Trees learned faster with "renormalize" in short tests with
+            masks that change from state to state.
         kwargs: further arguments of the policy.
     """
 
@@ -165,7 +165,7 @@ class HeadActorCriticCnnPolicy(HeadPolicy, ActorCriticCnnPolicy):
 
 
 class HeadMultiInputActorCriticPolicy(HeadPolicy, MultiInputActorCriticPolicy):
-    """For ``Dict`` observations, with a categorical head, see :class:`HeadPolicy`."""
+    """A policy for ``Dict`` observations with a categorical head, see :class:`HeadPolicy`."""
 
 
 # -- policies for MaskablePPO and RecurrentPPO, where sb3-contrib is installed ---------------------

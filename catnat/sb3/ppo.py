@@ -55,10 +55,11 @@ ROLLOUT = (
 class HeadPPO(HeadAlgorithm, PPO):
     """PPO for policies with a categorical head.
 
-    With the default options it takes the steps that ``stable_baselines3.PPO`` takes, and each of
-    the two loads the zips that the other saves (``stable_baselines3.PPO`` ignores ``value_loss``).
-    HeadPPO is made for a GPU: the rollout is copied there once, pictures as bytes; logged values
-    are read once per update; the policy and the update are replayed as CUDA graphs.
+    With the default options, it takes the same steps as ``stable_baselines3.PPO``. Each of the two
+    classes loads models that the other has saved (``stable_baselines3.PPO`` ignores
+    ``value_loss``). HeadPPO is optimized for GPUs: it copies the rollout once, with images as
+    bytes, reads logged values once per update, and replays the policy and the update as CUDA
+    graphs.
 
     A loss, KL divergence or gradient that is not finite raises :class:`NonFinite` at the end of
     the update; resume from a checkpoint. An action that was played and has become impossible does
@@ -71,13 +72,13 @@ class HeadPPO(HeadAlgorithm, PPO):
             verbose, seed, device. The policies "MlpPolicy", "CnnPolicy" and "MultiInputPolicy" are
             here those with a head.
         value_loss: "sb3", or "cleanrl" for the larger one of the errors of clipped and unclipped
-            values, where ``clip_range_vf`` is the same as ``clip_range`` unless given. Neither has
-            a factor 1/2: CleanRL's ``vf_coef`` of 0.5 is 0.25 here.
-        capture: replay the policy and the update as CUDA graphs. None: wherever that is possible.
-            False: never. True: as None, with a warning that says why where it is not possible.
-        masks: use the masks that an environment's ``action_masks()`` gives, as sb3-contrib's
-            MaskablePPO does, see :mod:`catnat.sb3.masks`. None: where the environment
-            has them. True: an environment without them is an error. False: never.
+            values, where ``clip_range_vf`` is ``clip_range`` unless given. Neither has a factor
+            1/2: CleanRL's ``vf_coef`` of 0.5 is 0.25 here.
+        capture: whether to replay the policy and the update as CUDA graphs. None: if possible.
+            False: never. True: if possible, and otherwise with a warning that gives the reason.
+        masks: whether to use the masks from the environment's ``action_masks()``, as sb3-contrib's
+            MaskablePPO does, see :mod:`catnat.sb3.masks`. None: if the environment has masks. True:
+            an environment without masks raises an error. False: never.
         kwargs: as ``args``, by name.
     """
 
@@ -362,12 +363,12 @@ class HeadPPO(HeadAlgorithm, PPO):
 def cleanrl_schedule(
     learning_rate: float, total_timesteps: int, batch: int
 ) -> Callable[[float], float]:
-    """A learning rate that falls linearly to 0, update by update as in CleanRL.
+    """A learning rate that decreases linearly to 0 with each update, as in CleanRL.
 
-    Stable-Baselines3 counts a rollout as progress before it learns from it. With this schedule the
-    first update has the full rate, and the last update the smallest rate above 0. Where ``batch``
-    does not divide ``total_timesteps``, Stable-Baselines3 makes one update more than CleanRL, and
-    the rate falls over that one, too.
+    Stable-Baselines3 counts a rollout as progress before it learns from it. With this schedule, the
+    first update has the full rate, and the last update has the smallest rate above 0. If ``batch``
+    does not divide ``total_timesteps``, Stable-Baselines3 makes one more update than CleanRL, and
+    the schedule includes it.
 
     Args:
         learning_rate: rate of the first update.

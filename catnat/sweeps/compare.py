@@ -45,9 +45,9 @@ def main(words: list[str]) -> int:
     parser = make_parser("compare", __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or files of rows")
-    add("--metric", nargs="+", help="default: metrics of the test with a better direction")
+    add("--metric", nargs="+", help="metrics (default: test metrics with a better direction)")
     add("--plot", type=Path, metavar="FILE", help="draw curves to a file")
-    add("--tag", help="of the curves (default val/loss)")
+    add("--tag", help="tag of the curves (default: val/loss)")
     args = parser.parse_args(words)
     if args.tag and not args.plot:
         raise ValueError(f"--tag {args.tag} needs --plot FILE")

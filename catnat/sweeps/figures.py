@@ -1,4 +1,4 @@
-"""Learning curves of a plan's runs, mean and spread over seeds, as PNG and PDF.
+"""Draw learning curves of a plan's runs, with mean and spread over seeds, as PNG and PDF.
 
 catnat figures plan.yaml --tag val/elbo         # from the event files in the folders of runs
 """
@@ -32,8 +32,9 @@ Panel = dict[str, list[Curve]]  # by label
 def main(words: list[str]) -> int:
     """Draw one panel for each cell of a plan, with the mean curve of each head."""
     parser = plan_parser("figures", __doc__)
-    parser.add_argument("--tag", default="val/elbo", help="default val/elbo")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder")
+    parser.add_argument("--tag", default="val/elbo", help="tag of the curves (default: val/elbo)")
+    out = "folder of the pictures (default: figures)"
+    parser.add_argument("--out", type=Path, default=Path("figures"), help=out)
     args = parser.parse_args(words)
     for sweep in [Sweep.load(name, args) for name in args.plans]:
         plan = sweep.plan

@@ -1,17 +1,17 @@
-r"""Do the runs of a plan that have no row in results/<study>/runs.csv yet.
+r"""Execute the runs of a plan that have no row in results/<study>/runs.csv yet.
 
-    catnat sweep plan.yaml --scale small --jobs 12     # processes of this machine
+    catnat sweep plan.yaml --scale small --jobs 12     # processes on this machine
     catnat sweep plan.yaml --engine batched            # many models as one
     catnat sweep plan.yaml --engine ray --resources num_gpus=0.1
     catnat sweep plan.yaml --engine slurm --resources slurm_partition=gpu gpus_per_node=1
     catnat sweep plan.yaml --only head=natural,softmax N=10 -- --root=DATA
     catnat status plan.yaml
 
-The same command continues after an interruption, here or on another machine that has the rows: runs
-with a row are not repeated, interrupted ones resume from their last checkpoint, and batched groups
-restart. A cell has up to three stages: a search, a refined one, then all seeds; cells do not wait
-for each other.
-Afterwards: ``catnat tables plan.yaml``.
+After an interruption, the same command continues the sweep, on this machine or on another machine
+that has the rows. Runs with a row are not repeated, interrupted runs resume from their last
+checkpoint, and batched groups restart. A cell has up to three stages: a search, a refined search,
+and the runs with all seeds. Cells do not wait for each other. ``catnat tables plan.yaml`` prints
+the results.
 """
 
 import argparse
@@ -72,21 +72,21 @@ def build_parser() -> argparse.ArgumentParser:
         "--engine",
         choices=("local", "batched", "ray", "slurm"),
         default="local",
-        help="processes of this machine, many models as one, Ray, SLURM",
+        help="where to run: processes on this machine, many models as one, Ray, or SLURM",
     )
     add(
         "--jobs",
         type=PositiveInt,
-        help="runs side by side (local: 2 on each GPU; batched: models at once, 128)",
+        help="simultaneous runs (default: 2 per GPU; with batched, 128 models at once)",
     )
-    add("--retry_failed", action="store_true", help="also do runs whose row says that they failed")
+    add("--retry_failed", action="store_true", help="repeat runs that failed")
     add(
         "--resources",
         action="extend",
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="of each run: options of ray.remote, or parameters of submitit's executor",
+        help="resources per run: options of ray.remote, or of submitit's executor",
     )
     return parser
 

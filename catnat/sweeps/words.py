@@ -19,7 +19,7 @@ def make_parser(command: str, doc: str | None) -> ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME=VALUE[,VALUE]",
-        help="the part with these values of options, or with seed=1,2",
+        help="only runs with these values of options, or with seed=1,2",
     )
     return parser
 
@@ -29,9 +29,9 @@ def plan_parser(command: str, doc: str | None) -> ArgumentParser:
     parser = make_parser(command, doc)
     add = parser.add_argument
     add("plans", nargs="+", metavar="PLAN", help="a YAML file")
-    add("--scale", help="of the plan (default: small, or its first)")
-    add("--results", type=Path, help="folder of the rows (default: the plan's, else results)")
-    add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default runs)")
+    add("--scale", help="scale of the plan (default: small, or the first scale)")
+    add("--results", type=Path, help="folder of the rows (default: that of the plan, or results)")
+    add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser
 
 

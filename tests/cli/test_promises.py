@@ -125,7 +125,7 @@ def test_a_resumed_run_changes_its_record_with_its_first_checkpoint(workspace, c
     wrong = ["--accumulate_grad_batches=2", "--learning_rate=0.1", "--batch_size=5", "--seed=3"]
     for option in wrong:
         assert run("--ckpt_path=last", "--max_steps=6", option) == 2
-        assert "only length, monitoring and folders can" in one_line(capfd)
+        assert "only length, logging, validation, checkpoints, device" in one_line(capfd)
     after = {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
     assert after == before
     assert run(*workspace, "--ckpt_path=last") == 0

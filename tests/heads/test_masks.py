@@ -163,7 +163,9 @@ def test_a_bad_mask_is_named():
     scores = torch.zeros(2, head.num_scores)
     with pytest.raises(ValueError, match=r"mask must be bool, True = allowed, got torch\.float32"):
         head(scores, mask=torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"expected 4 mask in the last dimension, got \(2, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"expected 4 entries of the mask in the last dimension, got \(2, 5\)"
+    ):
         head(scores, mask=torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(RuntimeError, match=r"size of tensor a .* must match"):
         head(scores, mask=torch.ones(3, 4, dtype=torch.bool))

@@ -81,3 +81,27 @@ def test_own_networks_take_color():
     run = quiet_trainer(max_steps=2)
     run.fit(model, loader([torch.rand(8, 3, 8, 8)]))
     assert run.global_step == 2
+
+
+def test_a_batch_that_is_a_dictionary_is_refused():
+    vae = DiscreteVAE()
+    with pytest.raises(ValueError, match=r"got dict with image, label: override images\(\)"):
+        vae({"image": IMAGES, "label": torch.zeros(8)})
+
+
+def test_an_encoder_with_the_wrong_number_of_scores_is_named():
+    class Wide(DiscreteVAE):
+        def make_networks(self, num_scores, num_inputs):
+            _, decoder = super().make_networks(num_scores, num_inputs)
+            return nn.Sequential(nn.Flatten(), nn.Linear(784, num_scores + 1)), decoder
+
+    said = r"must return 70 scores .*10 latents with 7 scores\), got shape \(8, 71\)"
+    with pytest.raises(ValueError, match=said):
+        Wide(num_latents=10, num_categories=8)(IMAGES)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", ["optimizer", "lr_scheduler"])
+def test_an_optimizer_or_scheduler_must_be_a_function(kind, name):
+    with pytest.raises(ValueError, match=f"{name} must be a class or a function, .* got 'SGD'"):
+        kind(**{name: "SGD"})
