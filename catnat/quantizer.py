@@ -79,7 +79,7 @@ class Quantizer(nn.Module):
         dead_below: threshold for dead codes, as a fraction of uniform usage. Codes with a usage
             below ``dead_below / num_codes`` are reset every ``reset_every`` training calls. With 0,
             codes are never reset.
-        reset_every: number of training calls between resets.
+        reset_every: number of training calls between resets; None: 100. It needs ``dead_below``.
         head_options: options of the head, such as ``mix``.
 
     Example:
@@ -103,14 +103,19 @@ class Quantizer(nn.Module):
         channel_first: bool = False,
         tokens: Tokens = "likeliest",
         dead_below: float = 0.0,
-        reset_every: int = 100,
+        reset_every: int | None = None,
         head_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         require_at_least(2, num_codes=num_codes)
-        require_at_least(1, dim=dim, reset_every=reset_every)
+        require_at_least(1, dim=dim)
         require_at_least(0, kl_weight=kl_weight)
         require_within(0, 1, "[)", dead_below=dead_below)
+        if reset_every is None:
+            reset_every = 100
+        elif not dead_below:
+            raise ValueError("reset_every has no effect: dead_below is 0")
+        require_at_least(1, reset_every=reset_every)
         chosen = find_estimator(estimator, _ESTIMATORS)
         chosen.refuse_unused(temperature=temperature, num_draws=num_draws)
         require_choice(get_args(Tokens), tokens=tokens)

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 
 from catnat.losses import reduced
 from catnat.output_layer import TreeLinear
-from catnat.output_layer.orders import Frequent
+from catnat.output_layer.orders import Frequent, usual_frequent
 
 _OPTIONS = "tree_head"  # where a config holds the options of the output layer
 _LOSS_TYPE = "ForCausalLM"  # which tells Trainer to count targets after the shift of labels
@@ -23,7 +23,7 @@ _LOSS_TYPE = "ForCausalLM"  # which tells Trainer to count targets after the shi
 
 def replace_head(
     model: PreTrainedModel,
-    frequent: Frequent = 4096,
+    frequent: Frequent | None = None,
     *,
     head: str = "sigmoid",
     order: Tensor | Sequence[int] | None = None,
@@ -42,7 +42,8 @@ def replace_head(
         model: a model of ``AutoModelForCausalLM``, such as GPT-2 or Llama.
         frequent: the frequent tokens, or their number F. A number selects the F tokens with the
             largest counts if ``counts`` is given, the F likeliest tokens under the model if
-            ``tokens`` is given, and the first F tokens otherwise.
+            ``tokens`` is given, and the first F tokens otherwise. None: 4,096, or half of all
+            tokens if that is less.
         head: name of a tree head.
         order: the leaf of each token, see :mod:`catnat.output_layer.orders`.
         counts: number of occurrences of each token in the text, (K,). Without ``tokens``, the
@@ -53,6 +54,8 @@ def replace_head(
     """
     name, linear = _output(model)
     num_tokens, width = linear.weight.shape
+    if frequent is None:
+        frequent = usual_frequent(num_tokens)
     if counts is not None and not hasattr(frequent, "tolist") and isinstance(frequent, int):
         frequent = _most_frequent(counts, frequent, num_tokens)
     if tokens is not None:

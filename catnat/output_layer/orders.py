@@ -152,6 +152,11 @@ def _vectors_of(tokens: Tensor, rows: Tensor) -> Tensor:
     return left[:, :_DIMENSIONS] * singular[:_DIMENSIONS].sqrt()
 
 
+def usual_frequent(num_categories: int) -> int:
+    """The number of frequent classes where none is given."""
+    return min(4096, num_categories // 2)
+
+
 def checked_frequent(frequent: Frequent, num_categories: int) -> list[int]:
     """The frequent classes, after checking that each is a class and is named once."""
     listed: Any = frequent.tolist() if hasattr(frequent, "tolist") else frequent

@@ -37,6 +37,7 @@ from catnat.output_layer.orders import (
     by_cooccurrence,
     by_embedding,
     checked_frequent,
+    usual_frequent,
 )
 from catnat.output_layer.paths import PathArithmetic
 from catnat.output_layer.ranks import asked_by_data_parallel, sparse_rows
@@ -186,7 +187,7 @@ class TreeLinear(PathArithmetic):
         cls,
         counts: Tensor,
         in_features: int,
-        frequent: Frequent = 4096,
+        frequent: Frequent | None = None,
         cooccurrence: Tensor | None = None,
         **options: Any,
     ) -> Self:
@@ -196,12 +197,15 @@ class TreeLinear(PathArithmetic):
             counts: how often each class occurs, (K,).
             in_features: width of the hidden states (D).
             frequent: number of frequent classes, those with the largest counts; or the classes.
+                None: 4,096, or half of all classes if that is less.
             cooccurrence: a sequence of classes, such as a text, for an order by
                 :func:`catnat.output_layer.orders.by_cooccurrence`. None: rare classes are sorted
                 by their counts.
             options: options of the layer, such as ``head`` and ``device``.
         """
         K = len(counts)
+        if frequent is None:
+            frequent = usual_frequent(K)
         if isinstance(frequent, int):
             frequent = counts.topk(len(checked_frequent(frequent, K))).indices
         if cooccurrence is None:
@@ -217,7 +221,7 @@ class TreeLinear(PathArithmetic):
         cls,
         linear: nn.Linear,
         hidden: Tensor,
-        frequent: Frequent = 4096,
+        frequent: Frequent | None = None,
         order: Tensor | Sequence[int] | None = None,
         *,
         fitted: int = 255,
@@ -233,7 +237,7 @@ class TreeLinear(PathArithmetic):
             linear: a trained linear layer with K rows.
             hidden: a few thousand inputs of the linear layer, (*, D).
             frequent: number of frequent classes, the likeliest ones at these hidden states; or the
-                classes.
+                classes. None: 4,096, or half of all classes if that is less.
             order: the leaf of each class; None: :func:`catnat.output_layer.orders.by_embedding` of
                 the layer's rows.
             fitted: number of nodes that are fitted by least squares, which takes N D^2 operations
@@ -246,6 +250,8 @@ class TreeLinear(PathArithmetic):
         if not len(hidden):
             raise ValueError("from_linear needs hidden states, got none")
         require_at_least(0, fitted=fitted)
+        if frequent is None:
+            frequent = usual_frequent(K)
         if isinstance(frequent, int):
             frequent = likeliest(linear, hidden, len(checked_frequent(frequent, K)))
         if order is None:

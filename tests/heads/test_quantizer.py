@@ -242,6 +242,8 @@ def run_rank(rank, folder):
         ({"estimator": "gumble"}, "unknown estimator 'gumble'; did you mean gumbel"),
         ({"tokens": "mode"}, "unknown tokens 'mode'; choose from likeliest, sample"),
         ({"dead_below": 2}, r"dead_below must lie in \[0, 1\), got 2"),
+        ({"reset_every": 10}, "reset_every has no effect: dead_below is 0"),
+        ({"reset_every": 0, "dead_below": 0.1}, "reset_every must be at least 1, got 0"),
         ({"head": make_head("softmax", 4)}, "head must have 5 categories, got 4"),
         (
             {"estimator": "reinmax", "temperature": 0.5},

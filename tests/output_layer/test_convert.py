@@ -108,16 +108,23 @@ def test_counts_give_the_frequent_classes_the_order_and_the_biases():
         torch.testing.assert_close(found, shares, rtol=1e-4, atol=1e-5)
 
 
+def test_without_a_number_half_of_few_classes_are_frequent():
+    linear, hidden = softmax_and_states()
+    assert TreeLinear.from_linear(linear, hidden).num_frequent == linear.out_features // 2
+    assert TreeLinear.from_counts(torch.ones(9), 4).num_frequent == 4
+    assert TreeLinear.from_counts(torch.ones(10_000), 4).num_frequent == 4096
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda linear, h: TreeLinear.from_linear(linear, h[:, :5], 3), "6 features"),
         (lambda linear, h: TreeLinear.from_linear(linear, h[:0], 3), "got none"),
-        (lambda linear, h: TreeLinear.from_linear(linear, h), "0..38, got 4096"),
+        (lambda linear, h: TreeLinear.from_linear(linear, h, 4096), "0..38, got 4096"),
         (lambda linear, h: TreeLinear.from_linear(linear, h, 3, head="natural"), "got natural"),
         (lambda linear, h: TreeLinear.from_linear(linear, h, 3, bias=False), "bias=False"),
         (lambda linear, h: TreeLinear.from_linear(linear, h, 3, fitted=-1), "at least 0, got -1"),
-        (lambda linear, h: TreeLinear.from_counts(torch.ones(9), 4), "0..7, got 4096"),
+        (lambda linear, h: TreeLinear.from_counts(torch.ones(9), 4, 4096), "0..7, got 4096"),
     ],
 )
 def test_wrong_input_gets_one_clear_error(call, message):
