@@ -23,13 +23,16 @@ class MaskedRanks(gymnasium.Env[np.ndarray, int]):
 
     Args:
         changing: whether each state draws its own allowed actions; otherwise they never change.
+        visible: whether observations contain the mask.
     """
 
-    observation_space = spaces.Box(-np.inf, np.inf, (NUM_FEATURES,))
     action_space = spaces.Discrete(NUM_ACTIONS)
 
-    def __init__(self, changing: bool) -> None:
+    def __init__(self, changing: bool, visible: bool = False) -> None:
         self.changing = changing
+        self.visible = visible
+        size = NUM_FEATURES + visible * NUM_ACTIONS
+        self.observation_space = spaces.Box(-np.inf, np.inf, (size,))
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -57,7 +60,7 @@ class MaskedRanks(gymnasium.Env[np.ndarray, int]):
         self._state = rng.normal(size=NUM_FEATURES).astype(np.float32)
         allowed = rng.permutation(NUM_ACTIONS)[:NUM_ALLOWED] if self.changing else _ALWAYS_ALLOWED
         self._mask = np.isin(np.arange(NUM_ACTIONS), allowed)
-        return self._state
+        return np.append(self._state, np.float32(self._mask)) if self.visible else self._state
 
 
 gymnasium.register("MaskedRanks-v0", MaskedRanks, max_episode_steps=100)

@@ -214,16 +214,17 @@ def test_copied_actions_play_cart_pole(monkeypatch):
     assert np.array_equal(copied.step(actions)[0], env.step(actions % 2)[0])
 
 
-@pytest.mark.parametrize("changing", [True, False])
-def test_masked_ranks_pays_allowed_actions_by_their_value(monkeypatch, changing):
+@pytest.mark.parametrize(("changing", "visible"), [(True, False), (True, True), (False, False)])
+def test_masked_ranks_pays_allowed_actions_by_their_value(monkeypatch, changing, visible):
     monkeypatch.syspath_prepend(PAPER / "masks")
     name = "masked_ranks:MaskedRanks-v0"
-    env = gymnasium.make(name, changing=changing)
-    env.reset(seed=0)
+    env = gymnasium.make(name, changing=changing, visible=visible)
+    observation, _ = env.reset(seed=0)
     values = sys.modules["masked_ranks"].VALUES
     masks = []
     for _ in range(50):
-        mask, state = env.unwrapped.action_masks(), env.unwrapped._state
+        mask, state = env.unwrapped.action_masks(), observation[:8]
+        assert np.array_equal(observation[8:], mask if visible else [])
         allowed = np.flatnonzero(mask)
         rewards = {}
         for action in allowed:
@@ -237,5 +238,5 @@ def test_masked_ranks_pays_allowed_actions_by_their_value(monkeypatch, changing)
         best = max(allowed, key=lambda action: values[action] @ state)
         assert best == max(rewards, key=rewards.__getitem__)
         masks.append(mask)
-        env.step(best)
+        observation = env.step(best)[0]
     assert (len({mask.tobytes() for mask in masks}) > 1) == changing
