@@ -105,9 +105,10 @@ def games() -> Claims:
 def masks() -> Claims:
     """Returns of PPO with masks, at the rates that are best for seed 0, and limits of policies."""
     runs = select("masks/runs.csv", plans="masks")
-    seen = runs["env_kwargs.visible"].eq(True)
+    visible = runs["env_kwargs.visible"].eq(True)
+    kinds = {"changes, seen": visible, "changes": runs["env_kwargs.changing"]}
     runs = runs.assign(
-        mask=np.select([seen, runs["env_kwargs.changing"]], ["changes, seen", "changes"], "constant"),
+        mask=np.select([*kinds.values()], [*kinds], "constant"),
         mode=runs["policy_kwargs.mask_mode"].replace("", "none"),
         loss=-runs["test/return"],
     )

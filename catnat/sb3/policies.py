@@ -94,8 +94,8 @@ class HeadPolicy(OpenPolicy):
         mask_mode: "renormalize", the default of trees: the probabilities of allowed actions are
             divided by their sum. "prune", the default of other heads: the heads themselves take the
             masks; with scores of zero the allowed actions are equally likely, and the Fisher matrix
-            of a masked tree stays diagonal. Trees learned faster with "renormalize" if masks changed
-            from state to state (paper/masks).
+            of a masked tree stays diagonal. Trees learned faster with "renormalize" when masks
+            changed from state to state (paper/masks).
         kwargs: further arguments of the policy.
     """
 
