@@ -102,6 +102,40 @@ def games() -> Claims:
     yield "games.minatar", len(sample[0])
 
 
+def masks() -> Claims:
+    """Returns of PPO with masks, at the rates that are best for seed 0, and limits of policies."""
+    runs = select("masks/runs.csv", plans="masks")
+    visible = runs["env_kwargs.visible"].eq(True)
+    kinds = {"changes, seen": visible, "changes": runs["env_kwargs.changing"]}
+    runs = runs.assign(
+        mask=np.select([*kinds.values()], [*kinds], "constant"),
+        mode=runs["policy_kwargs.mask_mode"].replace("", "none"),
+        loss=-runs["test/return"],
+    )
+    cell = ["mask", "head", "mode"]
+    search, final = runs[runs["stage"] == "search"], runs[runs["stage"] == "final"]
+    final = measures.best(search, final, "loss", cell, ["learning_rate"])
+    rates = final.groupby(cell)["learning_rate"].first()
+    returns = final.groupby(cell)["test/return"].agg(list)
+    for (mask, head, mode), sample in returns.items():
+        behind = welch(returns[mask, "softmax", "none"], sample)[:3] if head != "softmax" else []
+        yield row(mask, head, mode), rates[mask, head, mode], measures.interval(sample), behind
+    yield "masks.n", len(sample)
+    for mask in returns.index.unique("mask"):
+        for head in TREES:
+            modes = returns[mask, head, "renormalize"], returns[mask, head, "prune"]
+            yield row(f"{mask}, {head}"), welch(*modes)[:3]
+    unseen = returns.map(np.mean)["changes"]
+    trees = [unseen[:, mode].loc[TREES] for mode in ("renormalize", "prune")]
+    yield "masks.unseen", unseen["softmax", "none"], trees
+    constant = search[search["mask"] == "constant"]
+    highest = constant.groupby(["mode", "head"])["test/return"].max()
+    trees = [highest[mode].loc[TREES] for mode in ("renormalize", "prune")]
+    yield "masks.constant", highest["none", "softmax"], trees
+    limits = measures.read("masks/limits.csv").groupby(["head", "mask_mode"])["return"].mean()
+    yield "masks.limits", limits["sigmoid", "prune"], limits["sigmoid", "renormalize"]
+
+
 def labels_and_words() -> Claims:
     """Labels of digits, and test perplexities of output layers at equal steps and equal time."""
     runs = select("language_model/runs.csv", plans="classify").rename(columns={"output": "head"})

@@ -20,13 +20,13 @@ import measures
 import numpy as np
 from claims_factors import factors, other_factors, why_a_tree_leads
 from claims_photographs import photographs
-from claims_tasks import games, graphs, labels_and_words, output_layers
+from claims_tasks import games, graphs, labels_and_words, masks, output_layers
 from claims_together import together
 from claims_vae import estimators, likelihoods, other_vaes
 
 STUDIES = (
     *(likelihoods, other_vaes, estimators, together, factors, other_factors, why_a_tree_leads),
-    *(graphs, games, labels_and_words, output_layers, photographs),
+    *(graphs, games, masks, labels_and_words, output_layers, photographs),
 )
 
 

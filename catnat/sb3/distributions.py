@@ -43,10 +43,10 @@ class OneChoice(nn.Module):
 def default_mask_mode(head: nn.Module) -> MaskMode:
     """The mask mode of a head.
 
-    A step that prunes a tree moves only the scores of nodes with allowed categories on both sides.
-    Renormalizing moves the scores of all nodes, and learned faster in short tests with changing
-    masks. Pruning a flat head masks its scores, and its Fisher matrix is that of the allowed
-    categories.
+    Renormalizing keeps the ratios of the probabilities of allowed categories. In a pruned tree, the
+    better side of a node depends on what is allowed below it, and learning was slower with masks
+    that change (paper/masks). Pruning a flat head masks its scores, which keeps the ratios, and its
+    Fisher matrix is that of the allowed categories.
     """
     return "renormalize" if isinstance(getattr(head, "inner", head), CatnatHead) else "prune"
 

@@ -94,8 +94,8 @@ class HeadPolicy(OpenPolicy):
         mask_mode: "renormalize", the default of trees: the probabilities of allowed actions are
             divided by their sum. "prune", the default of other heads: the heads apply the masks.
             Zero scores then make the allowed actions equally likely, and the Fisher matrix of a
-            masked tree stays diagonal. Trees learned faster with "renormalize" in short tests with
-            masks that change from state to state.
+            masked tree stays diagonal. Trees learned faster with "renormalize" when masks changed
+            from state to state (paper/masks).
         kwargs: further arguments of the policy.
     """
 

@@ -1,5 +1,6 @@
 """The heads and models of the study, and the VAE in plain torch that catnat's is checked by."""
 
+import copy
 import runpy
 import sys
 import types
@@ -211,3 +212,31 @@ def test_copied_actions_play_cart_pole(monkeypatch):
     assert np.array_equal(copied.reset(), env.reset())
     actions = np.array([0, 1, 2, 3, 7, 16, 17])
     assert np.array_equal(copied.step(actions)[0], env.step(actions % 2)[0])
+
+
+@pytest.mark.parametrize(("changing", "visible"), [(True, False), (True, True), (False, False)])
+def test_masked_ranks_pays_allowed_actions_by_their_value(monkeypatch, changing, visible):
+    monkeypatch.syspath_prepend(PAPER / "masks")
+    name = "masked_ranks:MaskedRanks-v0"
+    env = gymnasium.make(name, changing=changing, visible=visible)
+    observation, _ = env.reset(seed=0)
+    values = sys.modules["masked_ranks"].VALUES
+    masks = []
+    for _ in range(50):
+        mask, state = env.unwrapped.action_masks(), observation[:8]
+        assert np.array_equal(observation[8:], mask if visible else [])
+        allowed = np.flatnonzero(mask)
+        rewards = {}
+        for action in allowed:
+            game = copy.deepcopy(env.unwrapped)
+            rewards[action] = game.step(action)[1]
+        with pytest.raises(ValueError, match="not allowed"):
+            env.unwrapped.step(np.flatnonzero(~mask)[0])
+        assert len(allowed) == 20
+        assert max(rewards.values()) == pytest.approx(1)
+        assert np.mean(list(rewards.values())) == pytest.approx(0, abs=1e-6)
+        best = max(allowed, key=lambda action: values[action] @ state)
+        assert best == max(rewards, key=rewards.__getitem__)
+        masks.append(mask)
+        observation = env.step(best)[0]
+    assert (len({mask.tobytes() for mask in masks}) > 1) == changing
