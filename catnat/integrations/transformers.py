@@ -15,7 +15,12 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 
 from catnat.losses import reduced
 from catnat.output_layer import TreeLinear
-from catnat.output_layer.orders import Frequent, usual_frequent
+from catnat.output_layer.orders import (
+    Frequent,
+    checked_frequent,
+    is_number_of_classes,
+    usual_frequent,
+)
 
 _OPTIONS = "tree_head"  # where a config holds the options of the output layer
 _LOSS_TYPE = "ForCausalLM"  # which tells Trainer to count targets after the shift of labels
@@ -56,7 +61,7 @@ def replace_head(
     num_tokens, width = linear.weight.shape
     if frequent is None:
         frequent = usual_frequent(num_tokens)
-    if counts is not None and not hasattr(frequent, "tolist") and isinstance(frequent, int):
+    if counts is not None and is_number_of_classes(frequent):
         frequent = _most_frequent(counts, frequent, num_tokens)
     if tokens is not None:
         hidden = _inputs_of(linear, model, tokens)
@@ -226,10 +231,10 @@ def _inputs_of(linear: nn.Linear, model: PreTrainedModel, tokens: Tensor) -> Ten
     return torch.cat(states)
 
 
-def _most_frequent(counts: Tensor, number: int, num_tokens: int) -> Tensor:
-    if counts.shape != (num_tokens,) or not 0 <= number <= num_tokens - 2:
-        expected = f"{num_tokens} counts and frequent in 0..{num_tokens - 2}"
-        raise ValueError(f"expected {expected}, got shape {tuple(counts.shape)} and {number}")
+def _most_frequent(counts: Tensor, frequent: Frequent, num_tokens: int) -> Tensor:
+    number = len(checked_frequent(frequent, num_tokens))
+    if counts.shape != (num_tokens,):
+        raise ValueError(f"expected {num_tokens} counts, got shape {tuple(counts.shape)}")
     return counts.topk(number).indices
 
 

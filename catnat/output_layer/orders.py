@@ -159,7 +159,7 @@ def usual_frequent(num_categories: int) -> int:
 
 def checked_frequent(frequent: Frequent, num_categories: int) -> list[int]:
     """The frequent classes, after checking that each is a class and is named once."""
-    listed: Any = frequent.tolist() if hasattr(frequent, "tolist") else frequent
+    listed = _as_python(frequent)
     if isinstance(listed, bool) or (isinstance(listed, Sequence) and any(map(_is_flag, listed))):
         shown = reprlib.repr(listed)
         raise ValueError(f"frequent must be a number of classes or classes, got {shown}")
@@ -174,6 +174,15 @@ def checked_frequent(frequent: Frequent, num_categories: int) -> list[int]:
     if len(set(classes)) < len(classes):
         raise ValueError("frequent names a class twice")
     return classes
+
+
+def is_number_of_classes(frequent: Frequent) -> bool:
+    """Whether these are a number of classes, also one of NumPy or a tensor of dimension 0."""
+    return not isinstance(_as_python(frequent), Sequence)
+
+
+def _as_python(frequent: Frequent) -> Any:
+    return frequent.tolist() if hasattr(frequent, "tolist") else frequent
 
 
 def _is_flag(value: object) -> bool:

@@ -37,6 +37,7 @@ from catnat.output_layer.orders import (
     by_cooccurrence,
     by_embedding,
     checked_frequent,
+    is_number_of_classes,
     usual_frequent,
 )
 from catnat.output_layer.paths import PathArithmetic
@@ -206,7 +207,7 @@ class TreeLinear(PathArithmetic):
         K = len(counts)
         if frequent is None:
             frequent = usual_frequent(K)
-        if isinstance(frequent, int):
+        if is_number_of_classes(frequent):
             frequent = counts.topk(len(checked_frequent(frequent, K))).indices
         if cooccurrence is None:
             order = counts.argsort(descending=True, stable=True).argsort()
@@ -252,7 +253,7 @@ class TreeLinear(PathArithmetic):
         require_at_least(0, fitted=fitted)
         if frequent is None:
             frequent = usual_frequent(K)
-        if isinstance(frequent, int):
+        if is_number_of_classes(frequent):
             frequent = likeliest(linear, hidden, len(checked_frequent(frequent, K)))
         if order is None:
             order = by_embedding(linear.weight, frequent)

@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -181,7 +182,7 @@ def test_a_tied_embedding_keeps_its_weight_and_the_layer_has_its_own(tmp_path, k
 def test_counts_choose_the_frequent_tokens_and_the_biases():
     torch.manual_seed(0)
     counts = torch.randint(0, 100, (K,))
-    model = make_model(frequent=5, counts=counts)
+    model = make_model(frequent=np.int64(5), counts=counts)
     head = model.get_output_embeddings()
     assert set(head.classes[:5].tolist()) == set(counts.topk(5).indices.tolist())
     shares = (counts + 1) / (counts + 1).sum()

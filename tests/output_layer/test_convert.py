@@ -1,5 +1,6 @@
 """Layers from a trained softmax, and from counts."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -90,6 +91,17 @@ def test_a_number_of_frequent_classes_means_the_likeliest_ones():
     torch.testing.assert_close(layer.shortlist.weight[:5], linear.weight[layer.classes[:5]])
     half = TreeLinear.from_linear(linear.to(torch.bfloat16), hidden, frequent=5)
     assert half.weight.dtype == half.shortlist.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_a_number_is_one_of_numpy_or_of_a_tensor_too(kind):
+    linear, hidden = softmax_and_states()
+    layer = TreeLinear.from_linear(linear, hidden, frequent=kind(5))
+    shares = linear(hidden).softmax(-1).mean(0)
+    assert layer.classes[:5].tolist() == shares.topk(5).indices.tolist()
+    counts = torch.randperm(40)
+    layer = TreeLinear.from_counts(counts, 4, frequent=kind(5))
+    assert layer.classes[:5].tolist() == counts.topk(5).indices.tolist()
 
 
 def test_counts_give_the_frequent_classes_the_order_and_the_biases():
