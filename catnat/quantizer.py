@@ -257,11 +257,11 @@ class Quantizer(nn.Module):
     def _count(self, indices: Tensor, mask: Tensor | None) -> None:
         """Add the samples of one call to the usage."""
         weights = torch.ones_like(indices) if mask is None else mask.long()
-        counts = torch.zeros_like(self.usage)
+        counts = torch.zeros_like(self.usage, dtype=torch.float64)  # bfloat16 counts up to 256
         counts.index_add_(0, indices.flatten(), weights.flatten().to(counts))
         _sum_over_processes(counts)
         total = counts.sum()
-        share = counts / total.clamp_min(1)
+        share = (counts / total.clamp_min(1)).to(self.usage)
         self.usage.lerp_(share, (1 - _DECAY) * (total > 0))  # an empty batch changes nothing
 
     def _reset_is_due(self) -> bool:

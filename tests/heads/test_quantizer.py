@@ -165,6 +165,20 @@ def with_dead_codes(head, **options):
     return quantizer
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_counts_every_sample(dtype):
+    probs = torch.tensor([0.9, 0.06, 0.03, 0.01])
+    quantizer = Quantizer(4, 2, "softmax", "straight-through")
+    with torch.no_grad():
+        quantizer.to_scores.weight.zero_()
+        quantizer.to_scores.bias.copy_(probs.log())
+    quantizer.to(dtype)
+    quantizer.usage.copy_(probs)
+    for _ in range(30):
+        quantizer(torch.zeros(1, 5000, 2, dtype=dtype))
+    torch.testing.assert_close(quantizer.usage.float(), probs, atol=0.02, rtol=0)
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_dead_codes_are_used_again_after_a_reset(head):
     torch.manual_seed(0)
