@@ -55,6 +55,13 @@ class RowAdam(torch.optim.Optimizer):
         require_within(0, 1, "[)", beta1=betas[0], beta2=betas[1])
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; an option of Adam that RowAdam has not is a ValueError."""
+        for name in ("weight_decay", "amsgrad", "maximize"):
+            if param_group.get(name):
+                raise ValueError(f"RowAdam has no {name}, got {param_group[name]!r}")
+        super().add_param_group(param_group)
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None

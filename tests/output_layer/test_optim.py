@@ -132,6 +132,14 @@ def test_wrong_options_are_refused(options, message):
         RowAdam([torch.nn.Parameter(torch.zeros(2))], **options)
 
 
+@pytest.mark.parametrize("option", ["weight_decay", "amsgrad", "maximize"])
+def test_options_that_a_group_brings_are_refused_if_they_have_no_effect(option):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    RowAdam([{"params": [weight], option: 0, "name": "bias"}])
+    with pytest.raises(ValueError, match=f"RowAdam has no {option}, got 0.1"):
+        RowAdam([{"params": [weight], option: 0.1}])
+
+
 def test_a_gradient_without_sparse_rows_is_refused():
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     weight.grad = torch.eye(2).to_sparse()
