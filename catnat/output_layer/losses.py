@@ -41,13 +41,18 @@ def regularized_losses(
 
 
 def _smoothed(layer: "TreeLinear", hidden: Tensor, classes: Tensor, share: float) -> Tensor:
-    """Cross entropy of the splits on each path with their smoothed targets, (M,)."""
-    leaf = layer._places(classes) - layer.num_frequent
+    """Cross entropy of the splits on each path with their smoothed targets, (M,).
+
+    NaN for what is not a class.
+    """
+    place = layer._places(classes)
+    leaf = place - layer.num_frequent
     logs = layer._steps(hidden, layer.weight, layer.bias, leaf)
     step, aside = (floored_sums(log) for log in logs)
     is_node = leaf_paths(leaf, layer.head.num_categories)[2] & (leaf >= 0)[:, None]
     terms = (1 - share / 2) * step + share / 2 * aside
-    return -torch.where(is_node, terms, 0.0).sum(-1)
+    losses = -torch.where(is_node, terms, 0.0).sum(-1)
+    return torch.where(place >= 0, losses, torch.nan)
 
 
 def distillation(

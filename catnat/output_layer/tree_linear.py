@@ -336,7 +336,8 @@ class TreeLinear(PathArithmetic):
             if weight.shape != (self.num_categories,):
                 expected = f"expected a weight for each of {self.num_categories} classes"
                 raise ValueError(f"{expected}, got shape {tuple(weight.shape)}")
-            weights = torch.where(counts, weight.to(losses)[classes.clamp_min(0)], 0.0)
+            categories = classes.clamp(0, self.num_categories - 1)  # a GPU cannot refuse others
+            weights = torch.where(counts, weight.to(losses)[categories], 0.0)
             losses = losses * weights
         return reduced(losses.view(hidden.shape[:-1]), weights, reduction)
 

@@ -41,6 +41,19 @@ def test_smoothed_labels_are_smoothed_at_each_split(frequent):
 
 
 @pytest.mark.parametrize("frequent", [0, 5])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"weight": torch.rand(30)}])
+def test_a_target_that_is_no_class_is_nan_where_it_cannot_be_read(frequent, options):
+    layer, hidden, _ = layer_and_data(30, rows=4, frequent=frequent)
+
+    def loss(hidden, target):
+        return layer.nll(hidden, target, reduction="none", **options)
+
+    found = torch.func.vmap(loss)(hidden, torch.tensor([3, 30, -1, -100]))
+    assert found.isnan().tolist() == [False, True, True, False]
+    assert found[3] == 0
+
+
+@pytest.mark.parametrize("frequent", [0, 5])
 def test_no_smoothing_is_the_limit_of_little_and_ignored_targets_move_nothing(frequent):
     layer, hidden, target = layer_and_data(30, rows=8, frequent=frequent)
     target[3] = -100
