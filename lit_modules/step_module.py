@@ -252,9 +252,7 @@ class StepModule(LightningModule):
             for group, change in zip(groups, of_groups, strict=True):
                 group["lr"] *= change
             for scheduler in checkpoint.get("lr_schedulers", ()):
-                rates = scheduler.get("base_lrs", [1.0] * len(of_groups))
-                pairs = zip(rates, of_groups, strict=False)
-                scheduler["base_lrs"] = [rate * change for rate, change in pairs]
+                _change_base_rates(scheduler, of_groups)
 
     def teardown(self, stage: str) -> None:
         """Stop replaying."""
@@ -273,6 +271,15 @@ class StepModule(LightningModule):
         rows.reset()
 
     on_test_epoch_end = on_validation_epoch_end
+
+
+def _change_base_rates(scheduler: State, changes: list[float]) -> None:
+    """Multiply the first rates in the state of a scheduler and of the schedulers inside it."""
+    if "base_lrs" in scheduler:
+        pairs = zip(scheduler["base_lrs"], changes, strict=False)
+        scheduler["base_lrs"] = [rate * change for rate, change in pairs]
+    for inner in scheduler.get("_schedulers", ()):  # of SequentialLR and ChainedScheduler
+        _change_base_rates(inner, changes)
 
 
 def _check_learning_rate(optimizer: Optimizer, learning_rate: float | None) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases_callbacks import Memory, quiet_trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
-from torch.optim.lr_scheduler import PolynomialLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LinearLR, PolynomialLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
@@ -127,6 +127,23 @@ def test_checkpoints_hold_no_functions_and_resume_with_the_functions_given_again
     again.fit(model, datamodule=images, ckpt_path=tmp_path / "a.ckpt")
     (group,) = again.optimizers[0].param_groups
     assert group["momentum"] == 0.9 and group["lr"] == pytest.approx(1e-3 * (1 - 6 / 8))
+
+
+def test_a_sequence_of_schedulers_resumes_at_the_rate_of_the_model(data, tmp_path):
+    def warm_up(optimizer):
+        parts = [LinearLR(optimizer, 0.1, 1.0, total_iters=2), StepLR(optimizer, 100)]
+        return SequentialLR(optimizer, parts, milestones=[4])
+
+    def run(rate, steps, checkpoint=None):
+        model = DiscreteVAE(**SMALL, learning_rate=rate, lr_scheduler=warm_up)
+        trainer = quiet_trainer(max_steps=steps, limit_val_batches=0)
+        images = MNISTDataModule(str(data), batch_size=10, download=False)
+        trainer.fit(model, datamodule=images, ckpt_path=checkpoint)
+        return trainer
+
+    run(1e-3, 3).save_checkpoint(tmp_path / "a.ckpt")
+    resumed = run(2e-3, 6, tmp_path / "a.ckpt")
+    assert resumed.optimizers[0].param_groups[0]["lr"] == pytest.approx(2e-3)
 
 
 def test_lightnings_callbacks_see_the_rates(data):
