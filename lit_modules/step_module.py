@@ -246,13 +246,11 @@ class StepModule(LightningModule):
         if all(change == 1 for change in changes):
             return
         for optimizer in checkpoint.get("optimizer_states", ()):
-            # A subclass may make other groups: they follow the first rate.
             groups = optimizer["param_groups"]
-            of_groups = changes if len(groups) == len(changes) else changes[:1] * len(groups)
-            for group, change in zip(groups, of_groups, strict=True):
+            for group, change in zip(groups, _for_groups(changes, len(groups)), strict=True):
                 group["lr"] *= change
-            for scheduler in checkpoint.get("lr_schedulers", ()):
-                _change_base_rates(scheduler, of_groups)
+        for scheduler in checkpoint.get("lr_schedulers", ()):
+            _change_base_rates(scheduler, changes)
 
     def teardown(self, stage: str) -> None:
         """Stop replaying."""
@@ -273,10 +271,15 @@ class StepModule(LightningModule):
     on_test_epoch_end = on_validation_epoch_end
 
 
+def _for_groups(changes: list[float], number: int) -> list[float]:
+    """The change of each group; other groups, which a subclass may make, follow the first one."""
+    return changes if number == len(changes) else changes[:1] * number
+
+
 def _change_base_rates(scheduler: State, changes: list[float]) -> None:
     """Multiply the first rates in the state of a scheduler and of the schedulers inside it."""
-    if "base_lrs" in scheduler:
-        pairs = zip(scheduler["base_lrs"], changes, strict=False)
+    if rates := scheduler.get("base_lrs"):
+        pairs = zip(rates, _for_groups(changes, len(rates)), strict=True)
         scheduler["base_lrs"] = [rate * change for rate, change in pairs]
     for inner in scheduler.get("_schedulers", ()):  # of SequentialLR and ChainedScheduler
         _change_base_rates(inner, changes)

@@ -146,6 +146,30 @@ def test_a_sequence_of_schedulers_resumes_at_the_rate_of_the_model(data, tmp_pat
     assert resumed.optimizers[0].param_groups[0]["lr"] == pytest.approx(2e-3)
 
 
+def test_two_optimizers_and_their_schedulers_resume_at_the_rate_of_the_model(data, tmp_path):
+    class Two(DiscreteVAE):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            parts = (self.encoder.parameters(), self.decoder.parameters())
+            optimizers = [torch.optim.SGD(p, lr=self.learning_rate) for p in parts]
+            return optimizers, [StepLR(optimizer, 100) for optimizer in optimizers]
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.step_loss(batch))
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+    trainer = fit(Two(**SMALL, learning_rate=1e-3), data)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer = quiet_trainer(max_steps=8, limit_val_batches=0)
+    images = MNISTDataModule(str(data), batch_size=10, download=False)
+    model = Two(**SMALL, learning_rate=2e-3)
+    trainer.fit(model, datamodule=images, ckpt_path=tmp_path / "a.ckpt")
+    assert [each.param_groups[0]["lr"] for each in trainer.optimizers] == [2e-3, 2e-3]
+    assert [each.scheduler.base_lrs for each in trainer.lr_scheduler_configs] == [[2e-3], [2e-3]]
+
+
 def test_lightnings_callbacks_see_the_rates(data):
     model = DiscreteVAE(**SMALL, lr_scheduler=partial(StepLR, step_size=2, gamma=0.5))
     logger = Memory()
