@@ -195,11 +195,13 @@ def straight_through_gumbel(
     scores = at_least_float32(log_probs)
     impossible = scores <= LOG_ZERO  # at a high temperature, y would be positive
     gumbel = _exponential(torch.empty_like(scores), generator).log_().neg_()
-    scores = (scores + gumbel).masked_fill(impossible, -torch.inf)
-    y = (scores / temperature).softmax(-1)
+    scores = scores + gumbel
+    # Masked after the division: the gradient of -inf / temperature in the temperature is NaN.
+    y = (scores / temperature).masked_fill(impossible, -torch.inf).softmax(-1)
     if hard:
         # argmax of the scores, not of y: at a high temperature, different scores can have equal y.
-        one_hot = torch.zeros_like(y).scatter(-1, scores.argmax(-1, keepdim=True), 1.0)
+        best = scores.masked_fill(impossible, -torch.inf).argmax(-1, keepdim=True)
+        one_hot = torch.zeros_like(y).scatter(-1, best, 1.0)
         y = one_hot + (y - y.detach())  # the difference is exactly zero, so the value is one-hot
     return y.to(log_probs.dtype)
 
@@ -257,8 +259,9 @@ def gumbel_rao(
         probs = exp_of_log_probs(scores)
         # e_k + p_k e_D = p_k (e_k / p_k + e_D) stays in range for the smallest p_k.
         gumbel = -torch.where(drawn, first.log() + scores, (noise + probs * first).log())
-    perturbed = (scores + gumbel).masked_fill(impossible, -torch.inf)
-    y = (perturbed / temperature).softmax(-1).mean(0)
+    # Masked after the division, as in straight_through_gumbel.
+    perturbed = ((scores + gumbel) / temperature).masked_fill(impossible, -torch.inf)
+    y = perturbed.softmax(-1).mean(0)
     return (one_hot + (y - y.detach())).to(one_hot.dtype)  # the value stays one-hot
 
 

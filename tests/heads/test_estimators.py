@@ -160,6 +160,18 @@ def test_the_temperature_may_be_a_tensor_and_must_be_positive():
             straight_through_gumbel(log_probs, wrong)
 
 
+@pytest.mark.parametrize("estimator", ["gumbel", "gumbel-rao", "relaxed"])
+def test_a_temperature_can_be_learned_where_categories_are_impossible(estimator):
+    q = make_head("softmax", 4)(torch.zeros(3, 4), mask=torch.tensor([True, True, False, True]))
+    gradients = []
+    for temperature in (0.7, 0.7 + 1e-3):
+        x = torch.tensor(temperature, requires_grad=True)
+        z = q.rsample(estimator=estimator, temperature=x, generator=generator(1))
+        gradients += torch.autograd.grad(z[..., 0].square().sum(), x)
+    assert gradients[0] != 0
+    torch.testing.assert_close(*gradients, rtol=0.05, atol=1e-3)
+
+
 def test_impossible_categories_have_no_share_of_a_relaxed_sample_at_any_temperature():
     for name in ("softmax", "sparsemax", "sigmoid", "natural"):
         head = make_head(name, 6)
