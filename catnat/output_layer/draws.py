@@ -28,7 +28,7 @@ def sample(
     -1 where a score that matters is NaN.
     """
     leaf = _walk(layer, states, repeats, generator)
-    place = torch.where(leaf < 0, -1, leaf + layer.num_frequent).view(repeats, -1)
+    place = torch.where(leaf < 0, -1, leaf + layer.num_frequent).view(repeats, len(states))
     if layer.shortlist is None:
         return place
     column = _draw_column(layer, states, repeats, generator)

@@ -206,6 +206,7 @@ def test_an_empty_batch_has_empty_results():
         assert layer.log_probs(none).shape == layer(none).shape == (*shape, K)
         assert layer.log_prob(none, classes).shape == layer.sample(none).shape == shape
         assert layer.topk(none, 3).values.shape == layer.topk(none, 3).indices.shape == (*shape, 3)
+        assert layer.sample(hidden, (0,)).shape == (0, len(hidden))
         assert layer.nll(none, classes, reduction="sum") == 0 and layer(none, classes).isnan()
 
 
