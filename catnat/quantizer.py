@@ -257,8 +257,8 @@ class Quantizer(nn.Module):
     def _count(self, indices: Tensor, mask: Tensor | None) -> None:
         """Add the samples of one call to the usage."""
         weights = torch.ones_like(indices) if mask is None else mask.long()
-        counts = torch.zeros_like(self.usage, dtype=torch.float64)  # bfloat16 counts up to 256
-        counts.index_add_(0, indices.flatten(), weights.flatten().to(counts))
+        counts = torch.zeros_like(self.usage, dtype=torch.long)  # bfloat16 counts up to 256
+        counts.index_add_(0, indices.flatten(), weights.flatten())
         _sum_over_processes(counts)
         total = counts.sum()
         share = (counts / total.clamp_min(1)).to(self.usage)

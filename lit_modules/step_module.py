@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
@@ -237,8 +238,15 @@ class StepModule(LightningModule):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_load_checkpoint(self, checkpoint: State) -> None:
-        """Resume at the learning rates of this model, not at those of the checkpoint."""
+        """Resume at the learning rates of this model, not at those of the checkpoint.
+
+        A checkpoint of another head gets a warning: its weights may fit, but mean something else.
+        """
         saved = checkpoint.get("hyper_parameters", {})
+        for name in ("head", "head_options"):
+            before, now = saved.get(name) or None, self.hparams.get(name) or None
+            if name in saved and before != now:
+                rank_zero_warn(f"the checkpoint has {name} {before!r}, this model {now!r}")
         changes = [
             self.hparams[name] / saved[name] if self.hparams.get(name) and saved.get(name) else 1.0
             for name in self.rate_names

@@ -1,5 +1,6 @@
 """Optimizers and schedulers are functions of parameters and of an optimizer, as in Lightning."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -176,6 +177,23 @@ def test_lightnings_callbacks_see_the_rates(data):
     fit(model, data, logger=logger, callbacks=[LearningRateMonitor("step")])
     rates = list(logger.series("lr-Adam").values())
     assert rates == pytest.approx([1e-3, 1e-3, 5e-4, 5e-4])
+
+
+def test_a_checkpoint_of_another_head_gets_a_warning(data, tmp_path):
+    trainer = fit(DiscreteVAE(**SMALL, head="sigmoid"), data)
+    trainer.save_checkpoint(tmp_path / "sigmoid.ckpt")
+    images = MNISTDataModule(str(data), batch_size=10, download=False)
+
+    def resume(head):
+        model = DiscreteVAE(**SMALL, head=head)
+        resumed = quiet_trainer(max_steps=trainer.global_step + 1, limit_val_batches=0)
+        resumed.fit(model, datamodule=images, ckpt_path=tmp_path / "sigmoid.ckpt")
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the checkpoint has head")
+        resume("sigmoid")
+    with pytest.warns(UserWarning, match="the checkpoint has head 'sigmoid', this model 'natural'"):
+        resume("natural")
 
 
 def test_a_resumed_run_learns_at_the_rates_it_is_given(tmp_path):
