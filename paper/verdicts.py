@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import measures
 import numpy as np
+from claims_codebook import codebook
 from claims_factors import factors, other_factors, why_a_tree_leads
 from claims_photographs import photographs
 from claims_tasks import games, graphs, labels_and_words, masks, output_layers
@@ -26,7 +27,7 @@ from claims_vae import estimators, likelihoods, other_vaes
 
 STUDIES = (
     *(likelihoods, other_vaes, estimators, together, factors, other_factors, why_a_tree_leads),
-    *(graphs, games, masks, labels_and_words, output_layers, photographs),
+    *(graphs, games, masks, labels_and_words, output_layers, photographs, codebook),
 )
 
 
