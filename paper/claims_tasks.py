@@ -128,10 +128,6 @@ def masks() -> Claims:
     unseen = returns.map(np.mean)["changes"]
     trees = [unseen[:, mode].loc[TREES] for mode in ("renormalize", "prune")]
     yield "masks.unseen", unseen["softmax", "none"], trees
-    constant = search[search["mask"] == "constant"]
-    highest = constant.groupby(["mode", "head"])["test/return"].max()
-    trees = [highest[mode].loc[TREES] for mode in ("renormalize", "prune")]
-    yield "masks.constant", highest["none", "softmax"], trees
     limits = measures.read("masks/limits.csv").groupby(["head", "mask_mode"])["return"].mean()
     yield "masks.limits", limits["sigmoid", "prune"], limits["sigmoid", "renormalize"]
 
