@@ -10,6 +10,7 @@ from typing import Any
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import (
     DATA_CLASS_BLOB_SEQUENCE,
     DATA_CLASS_SCALAR,
@@ -129,6 +130,23 @@ class RunLogger(TensorBoardLogger):
         """Write what waits, and ``hparams.yaml``, if there is an event file."""
         if self._experiment is not None:
             super().save()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write what waits. The file stays open: a test after the training writes to it, too.
+
+        A second file of the same second might come before this one in the order of names, and
+        TensorBoard would leave out its values.
+        """
+        if self._experiment is not None:
+            self._experiment.flush()
+        if status == "success":
+            self.save()
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._experiment is not None:
+            self._experiment.close()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write scalars once, but not the epoch, which Lightning adds to every call."""

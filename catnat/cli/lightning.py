@@ -276,7 +276,9 @@ class LightningRun(CatnatCLI):
                 write_hparams(logger, hparams, metrics, step)
 
     def close(self) -> None:
-        """Release the folder."""
+        """Close the event file, and release the folder."""
+        if logger := getattr(self, "logger", None):
+            logger.close()
         if folder := getattr(self, "folder", None):
             rank_zero_only(folder.close)()
 

@@ -154,7 +154,7 @@ class SB3Run:
             hparams = self.hparams() | {"steps": self.step, "actions": self.model.action_space}
             write_hparams(logger, hparams, metrics, self.step)
         finally:
-            logger.finalize("ended")
+            logger.close()
         return metrics
 
     def _begin(self) -> None:

@@ -179,6 +179,21 @@ def test_a_resumed_run_writes_a_new_file_and_changes_none(tmp_path):
     assert shown(tmp_path / "run", "loss") == wanted
 
 
+def test_a_test_after_the_training_writes_to_the_same_file(tmp_path):
+    """A second file of the same second could be read first, and its values be left out."""
+    open_writer(tmp_path / "run").close()
+    logger = RunLogger(tmp_path, "", "run", default_hp_metric=False)
+    logger.resumed_at = 5
+    logger.log_metrics({"loss": 1.0}, 5)
+    logger.finalize("success")
+    assert shown(tmp_path / "run", "loss") == [(5, 1.0)]  # nothing waits in memory
+    logger.log_metrics({"test/nll": 2.0}, 5)
+    logger.finalize("success")
+    logger.close()
+    assert len(list((tmp_path / "run").glob("events.*"))) == 2
+    assert shown(tmp_path / "run", "test/nll") == [(5, 2.0)]
+
+
 def test_a_run_that_starts_again_in_its_folder_is_shown_once(tmp_path):
     for value in (1.0, 2.0):
         writer = open_writer(tmp_path)
